@@ -1,4 +1,4 @@
-"""Engines and fleets of them as Ray actors. Needs the extra `ray`; nothing else of Ebbtide imports this."""
+"""Engines and fleets of engines as Ray actors. Needs the extra `ray`; nothing else imports this."""
 
 from __future__ import annotations
 

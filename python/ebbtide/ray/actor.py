@@ -1,7 +1,7 @@
-"""The actor that holds a node's share of an engine: its launcher, and on node 0 its door.
+"""The Ray actor that runs a node's part of an engine, and on node 0 takes the requests.
 
-The ranks are processes of the actor, started, watched and ended as by any other launcher, and speak to each
-other over their own channels. They end with the actor, even if it is killed.
+The ranks are child processes of the actor, which starts, watches and ends them as any launcher does. They
+have channels of their own to each other, and end with the actor, even if it is killed.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from ebbtide.srt.server_args import ServerArgs
 if TYPE_CHECKING:
     from ebbtide.ray.node_loans import NamedTensors, NodeLender
 
-# What the actors of an engine answer to, by the coroutines that do it: `actor.generate.remote(...)`.
+# Methods of the actor that call coroutines of its engine, such as `actor.generate.remote(...)`.
 FORWARDED = {
     name.removeprefix("async_"): name
     for name in dir(JointEngine)
     if name.startswith("async_") and name != "async_shutdown"
 } | {"answer": "_generate", **{name: name for name in ("carry_out", "decide", "read_weights")}}
-# How often an engine is asked whether it lives; that costs no message.
+# Interval of checks whether the engine has failed, which need no message.
 LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
 class SeatFacts:
-    """Where an actor has been placed.
+    """Where Ray has placed an actor.
 
     Attributes:
-        node_id: the machine, as Ray names it.
-        gpu_ids: those that Ray has given it, as CUDA_VISIBLE_DEVICES spells them.
+        node_id: Ray's id of the machine.
+        gpu_ids: the GPUs that Ray has given it, as in CUDA_VISIBLE_DEVICES.
     """
 
     node_id: str
@@ -55,9 +55,9 @@ class SeatFacts:
 
 
 class EngineActor:
-    """One bundle's seat. The first seat of each node starts the processes of all of them.
+    """An actor in a bundle. A node's first actor starts the processes of all its ranks.
 
-    Its further methods are those of `Engine`, on the actor of node 0: `generate`, `pause_generation`, …
+    The actor of node 0 also has the methods of `Engine`: `generate`, `pause_generation`, …
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class EngineActor:
         return SeatFacts(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), gpu_ids)
 
     async def reserve_address(self) -> str:
-        """The address where the other nodes will find this one, kept free for it until it has started."""
+        """Reserve an address at which the other nodes will reach this one, until `start` has returned."""
         host = ray.util.get_node_ip_address()
         self._reserved = ReservedPorts(host, 1)
         return f"[{host}]:{self._reserved.ports[0]}" if ":" in host else f"{host}:{self._reserved.ports[0]}"
@@ -82,11 +82,15 @@ class EngineActor:
         """Start the processes of this node; returns when they are ready.
 
         Args:
-            gpu_ids: of all seats of this node, in the order of their ranks.
-            others: the actors that hold the processes of the other nodes, in order; for node 0.
+            arguments: fields of `ServerArgs`.
+            gpu_ids: the GPUs of all actors on this node, in the order of ranks.
+            others: on node 0, the first actors of the other nodes, in order; else empty.
+
+        Raises:
+            ConfigurationError, EngineError: as the constructor of `Engine`.
         """
         if gpu_ids:
-            # The ranks see the GPUs of their whole node, as their copies between GPUs need it.
+            # Every rank must see all GPUs of the node, for copies between GPUs.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
         if arguments["node_rank"] == 0:
             self._engine = await asyncio.to_thread(partial(JointEngine, others, **arguments))
@@ -96,13 +100,13 @@ class EngineActor:
             self._reserved.close()
 
     def _join(self, server_args: ServerArgs) -> None:
-        """What `launch_server` does on a node that lends its ranks."""
+        """Start this node's ranks, as `launch_server` does on nodes other than 0."""
         self._node = NodeProcesses(resolve(server_args))
         self._node.wait_ready()
         self._node.watch(lambda reason: None)
 
     async def ended(self) -> str:
-        """Return, with the reason, when the engine of this actor has failed."""
+        """Wait until the engine of this actor has failed; returns the reason."""
         engine = self._running
         while not engine.is_down:
             await asyncio.sleep(LOOK_S)
@@ -113,7 +117,7 @@ class EngineActor:
         return "the engine has ended"
 
     async def hold(self) -> None:
-        """Never return: who waits for it hears when this actor has died."""
+        """Never return, so that a waiting caller gets an error when this actor dies."""
         await asyncio.Event().wait()
 
     async def propose(self, call: FleetCall) -> AsyncGenerator[Prepared | Answered, None]:
@@ -122,7 +126,15 @@ class EngineActor:
             yield word
 
     async def take_weights(self, peer: Any, weight_version: str) -> int:
-        """Serve the weights of another engine like this one, by the actor of its node 0; their bytes."""
+        """Take over the weights of another engine with the same arguments; returns their bytes.
+
+        Args:
+            peer: the actor of the other engine's node 0.
+
+        Raises:
+            RequestRejected: 409, its weights changed meanwhile.
+            ActorDied: the other engine has died.
+        """
         try:
             return await self._running.take_weights(peer.read_weights.remote, weight_version)
         except RayError as error:
@@ -147,7 +159,11 @@ class EngineActor:
     async def stream(
         self, so_far: OutputSoFar | None, fields: Mapping[str, Any]
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """As `answer`, in chunks, behind an output of another engine; None: from the beginning."""
+        """As `answer`, but yields chunks.
+
+        Args:
+            so_far: the output of another engine to continue; None: begin a new one.
+        """
         engine, given = self._running, {**fields, "stream": True}
         async for chunk in await (engine._generate(given) if so_far is None else engine.go_on(so_far, given)):
             yield chunk
@@ -168,7 +184,7 @@ class EngineActor:
 
 
 def _forwarding(name: str, target: str) -> Any:
-    """The actor's method for a coroutine of its engine."""
+    """Make a method of the actor that calls a coroutine of its engine."""
 
     async def method(self: EngineActor, *args: Any, **kwargs: Any) -> Any:
         return await getattr(self._running, target)(*args, **kwargs)

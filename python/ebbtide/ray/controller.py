@@ -1,4 +1,4 @@
-"""Control requests of a fleet: its live replicas are the members of a committee, which may die and join."""
+"""Carries out control requests on all live replicas of a fleet, which are the members of a committee."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from ebbtide.srt.managers.io_struct import (
 )
 from ebbtide.srt.managers.wire.merging import merge_replica_refusals
 
-# A request may hear of a death sooner than whoever watches for it.
+# How long a failed request waits for news that its replica has died, which may come later than the failure.
 DEATH_NEWS_S: Final = 5.0
-# What is prepared is committed at a boundary between two forward passes: that much later it hangs.
+# A prepared request is committed between two forward passes. A replica that takes longer than this hangs.
 COMMIT_S: Final = 60.0
 TOO_LATE: Final = "it was to commit, and did not within {seconds:g} s, as others did"
 
@@ -43,14 +43,15 @@ def replica_name(slot: int) -> str:
 
 
 class Replica:
-    """An engine of a fleet, until it dies; its successor is another one.
+    """An engine of a fleet, until it dies. A new `Replica` then takes its place.
 
     Attributes:
-        slot: its place in the fleet, which its successor takes.
-        life: how many there were in that place before.
-        num_live: requests that it is working on.
-        lacks: adapters that others have and it has not, by `name` or `name@version`.
-        has_died: set once it has been found dead, with `reason`.
+        slot: its place in the fleet.
+        life: number of earlier replicas in this place.
+        num_live: number of requests that it is working on.
+        lacks: adapters that it does not have though others do, as `name` or `name@version`.
+        has_died: set when it is found dead.
+        reason: why it died; empty while it lives.
     """
 
     def __init__(self, slot: int, life: int, engine: RayEngine) -> None:
@@ -68,13 +69,13 @@ class Replica:
         return replica_name(self.slot)
 
     def die(self, reason: str) -> None:
-        """Note that it is dead. Idempotent: the first reason counts."""
+        """Note that it has died. Idempotent: the first reason counts."""
         if not self.has_died.is_set():
             self.reason = reason
             self.has_died.set()
 
     async def watch(self) -> None:
-        """Return when it is dead, whoever notes it."""
+        """Wait until it has died, by its own news or by a call of `die`."""
         ended = asyncio.create_task(self.engine.async_ended())
         died: asyncio.Task[Any] = asyncio.create_task(self.has_died.wait())
         try:
@@ -86,7 +87,7 @@ class Replica:
             died.cancel()
 
     async def is_cause(self, error: EngineError) -> bool:
-        """Whether this error came of its death, rather than being its answer."""
+        """Whether its death caused an error. Waits up to `DEATH_NEWS_S` for the news."""
         if isinstance(error, ActorDied):
             self.die(str(error))
         try:
@@ -98,7 +99,7 @@ class Replica:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """While it works on one more request."""
+        """Count one more request in `num_live` while in this context."""
         self.num_live += 1
         try:
             yield
@@ -106,7 +107,7 @@ class Replica:
             self.num_live -= 1
 
     def number_for(self, kind: type[ControlRequest]) -> int | None:
-        """The place of its next call, where calls of this kind are carried out in their order."""
+        """The number of its next call, by which calls are carried out in order; None: the order is free."""
         return next(self._numbers) if kind.row.per_rank is None else None
 
     async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +116,12 @@ class Replica:
 
 @dataclass
 class _Call:
-    """A control request that is being carried out: its fields, and the bodies of the answers by slot."""
+    """A control request that is being carried out.
+
+    Attributes:
+        closed: the committee's outcome.
+        bodies: of the replicas' answers, by slot.
+    """
 
     kind: type[ControlRequest]
     fields: Mapping[str, Any]
@@ -124,10 +130,11 @@ class _Call:
 
 
 class FleetController:
-    """Carries control requests out on all replicas that live, as a `DataParallelController` does.
+    """Carries out control requests on all live replicas, like `DataParallelController`.
 
-    `replicas`: by slot; a successor takes its place by `admit`. `has_committed`: whether the weights are
-    others than at the start.
+    Attributes:
+        replicas: by slot. `admit` replaces one.
+        has_committed: whether the weights have changed since the start.
     """
 
     def __init__(self, replicas: list[Replica]) -> None:
@@ -148,13 +155,13 @@ class FleetController:
         self._committee.leave(replica.slot)
 
     def admit(self, replica: Replica) -> None:
-        """Have a new one take part in every request from now on."""
+        """Let a new replica take its slot, and part in every request from now on."""
         self.replicas[replica.slot] = replica
         self._committee.join(replica.slot)
 
     @asynccontextmanager
     async def without(self, subject: str) -> AsyncGenerator[None, None]:
-        """While nothing about a subject changes: requests about it that come meanwhile wait."""
+        """A context in which no request about a subject is carried out; those that come meanwhile wait."""
         name, is_held = uuid.uuid4().hex, asyncio.Event()
         self._committee.hold(name, subject, is_held.set)
         await is_held.wait()
@@ -174,9 +181,14 @@ class FleetController:
     # --------------------------------------------------------------------------------------------- requests
 
     async def control(self, kind: type[Any], fields: Mapping[str, Any]) -> Any:
-        """Carry a request out on all live replicas; returns the first one's body, with all in `replicas`."""
+        """Carry out a request on all live replicas; returns the first one's body, with all in `replicas`.
+
+        Raises:
+            RequestRejected: refused, or some replica refused it; `replicas` says which.
+            EngineError: it failed, or no replica is left.
+        """
         if issubclass(kind, LoadRequest) and fields.get("lora_version") is None:
-            # Their own numbers differ: a new replica has seen fewer loads.
+            # Not the replicas' own numbers, which differ: a new replica has seen fewer loads.
             fields = {**fields, "lora_version": f"fleet-{next(self._load_numbers)}"}
         is_stored = not all(isinstance(one, bytes | str) for one in fields.get(TENSORS) or ())
         request, _ = build_request(kind, {**fields, TENSORS: []} if is_stored else fields)
@@ -189,7 +201,7 @@ class FleetController:
         return self._merged(call.bodies, closed, note)
 
     async def ask_all(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Ask all live replicas at once; answers as `control` does."""
+        """Call a method of all live replicas at once; returns and raises as `control` does."""
         asked = self.living
         results = await asyncio.gather(
             *(one.ask(method, *args, **kwargs) for one in asked), return_exceptions=True
@@ -230,7 +242,7 @@ class FleetController:
         first = next(iter(by_name.values()))
         return {**first, "replicas": by_name} if isinstance(first, dict) else first
 
-    # ------------------------------------------------------------------------------------- of the committee
+    # -------------------------------------------------------------------------- called by the committee
 
     def _broadcast(self, call: ControlCall) -> None:
         given = self._calls[call.id]
@@ -243,7 +255,7 @@ class FleetController:
             self._start(self._propose(replica, FleetCall(call.id, given.kind, fields, call.is_joint, number)))
 
     def _share(self, call: _Call, replica: Replica, first_rank: int) -> Mapping[str, Any]:
-        """A replica's own part of the fields."""
+        """The fields for one replica: its rank offset in a group, or its own part of the entries."""
         if call.kind is InitWeightsUpdateGroupReqInput:
             return {**call.fields, "rank_offset": call.fields["rank_offset"] + first_rank}
         entries = call.fields.get(TENSORS)
@@ -304,7 +316,7 @@ class FleetController:
         done = {slot: reply for slot, reply in answer.replies.items() if not isinstance(reply, Refusal)}
         self.has_committed = self.has_committed or any(one.has_changed_weights for one in done.values())
         if answer.is_committed and done:
-            # Whoever did not do what the others did must not serve; another one takes its place.
+            # A replica that did not commit although others did must not serve: it is replaced.
             for slot in answer.replies.keys() - done.keys():
                 self.replicas[slot].die(answer.replies[slot].message)
             answer = Closed(done, answer.refusal, is_committed=True)
@@ -319,7 +331,7 @@ class FleetController:
 
 
 async def _refusal_of(replica: Replica, error: EbbtideError) -> Refusal | None:
-    """What an error says as a reply; None: it came of the replica's death."""
+    """An error as a reply; None: the replica's death caused it."""
     if isinstance(error, EngineError):
         return None if await replica.is_cause(error) else Refusal(status=500, message=str(error))
     status = error.status if isinstance(error, RequestRejected) else 400
@@ -327,7 +339,7 @@ async def _refusal_of(replica: Replica, error: EbbtideError) -> Refusal | None:
 
 
 def by_speaker(messages: Mapping[str, str]) -> str:
-    """Who says what, each message once. By name."""
+    """Join messages by name into one text, with equal messages only once."""
     speakers: dict[str, list[str]] = {}
     for name, message in messages.items():
         speakers.setdefault(message, []).append(name)

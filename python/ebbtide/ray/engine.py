@@ -1,4 +1,4 @@
-"""An engine whose ranks are placed by Ray."""
+"""An engine whose ranks Ray places."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PLACEMENT_TIMEOUT_S = 60.0
 
 
 class RemoteMethods(EngineMethods):
-    """The methods of `Engine`, for one or several that run in actors."""
+    """The methods of `Engine`, for one or more engines in actors."""
 
     _finalizer: weakref.finalize[..., Any]
 
@@ -51,7 +51,7 @@ class RemoteMethods(EngineMethods):
     async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any: ...
 
     def shutdown(self) -> None:
-        """End its processes, its actors, and the bundles that it created. Waiting calls raise EngineError.
+        """End the processes, actors, and the bundles that were created. Waiting calls raise EngineError.
 
         Idempotent.
         """
@@ -72,7 +72,7 @@ class RemoteMethods(EngineMethods):
         return body
 
     async def _new_encoder(self) -> PayloadEncoder:
-        from ebbtide.ray.node_loans import StoreEncoder  # torch: whoever has tensors has it too
+        from ebbtide.ray.node_loans import StoreEncoder  # Here, since it imports torch.
 
         return StoreEncoder()
 
@@ -176,7 +176,7 @@ class RayEngine(RemoteMethods):
         return self._words("propose", call)
 
     async def answer(self, fields: Mapping[str, Any]) -> Any:
-        """A whole answer; cancelled, this aborts the request."""
+        """Generate; returns the whole answer. If the caller is cancelled, the request is aborted."""
         try:
             return await self.ask("answer", fields)
         except asyncio.CancelledError:
@@ -186,7 +186,11 @@ class RayEngine(RemoteMethods):
     async def stream(
         self, so_far: OutputSoFar | None, fields: Mapping[str, Any]
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """A stream of what comes behind the output of another engine; None: from the beginning."""
+        """Generate; yields chunks. If the stream is closed early, the request is aborted.
+
+        Args:
+            so_far: the output of another engine to continue; None: begin a new one.
+        """
         has_ended = False
         try:
             async for chunk in self._words("stream", so_far, fields):
@@ -200,7 +204,7 @@ class RayEngine(RemoteMethods):
                 self.actor.abort_request.remote(fields["rid"])
 
     async def _words(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
-        """What a method of the actor yields."""
+        """Yield what a method of the actor yields."""
         try:
             async for word in getattr(self.actor, method).options(num_returns="streaming").remote(*args):
                 yield await word
@@ -239,7 +243,7 @@ class RayEngine(RemoteMethods):
     # --------------------------------------------------------------------------------------------- lifetime
 
     def kill(self) -> None:
-        """End the engine at once, whatever it is doing: its actors, their processes, bundles it created."""
+        """Kill the actors and their processes at once, and remove the bundles that were created."""
         self._finalizer.detach()
         kill_engine(self._nodes)
         self._room.give_back()
@@ -256,7 +260,7 @@ async def _result(reference: Any) -> str:
 
 
 def _checked_ranks(tp: int, dp: int, nnodes: int | None, arguments: Mapping[str, Any]) -> int:
-    """The number of ranks; raises ConfigurationError for what contradicts the placement."""
+    """The number of ranks. ConfigurationError: an argument is out of range, or Ray decides it."""
     for name in OWN_ARGUMENTS:
         if name in arguments:
             raise ConfigurationError(f"{name}: not with Ray, which places the ranks")
@@ -271,7 +275,7 @@ def _checked_ranks(tp: int, dp: int, nnodes: int | None, arguments: Mapping[str,
 
 
 def shut_down(engines: Sequence[RayEngine]) -> None:
-    """End several at once; those that have ended already are none of them."""
+    """Shut down several engines at once, except those that were shut down already."""
     alive = [engine for engine in engines if engine._finalizer.detach() is not None]
     _stop([node for engine in alive for node in engine._nodes], [engine._room for engine in alive])
     for engine in alive:
@@ -279,7 +283,7 @@ def shut_down(engines: Sequence[RayEngine]) -> None:
 
 
 async def _nothing() -> None:
-    """There is nothing to close in the loop."""
+    """Does nothing: there is nothing to close in the event loop."""
 
 
 def _stop(nodes: Sequence[NodeSeats], rooms: Sequence[Room]) -> None:

@@ -1,4 +1,4 @@
-"""What Ray says of a failed call, as the errors that `Engine` raises."""
+"""Translates Ray's errors of failed calls to those that `Engine` raises."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from ebbtide.srt.errors import EbbtideError, EngineError
 
 
 class ActorDied(EngineError):
-    """An actor of the engine has ended, and its processes with it. The message names it."""
+    """An actor of an engine has died, and its processes with it. The message names the actor."""
 
 
 def translated(error: RayError, who: str) -> Exception:
-    """What a call raised, out of Ray's wrapping.
+    """The error that a call raised in an actor, or an `EngineError` about Ray's own failure.
 
-    `who`: the engine or the part of it that was called, for messages.
+    Args:
+        who: names what was called, for messages.
     """
     if isinstance(error, RayTaskError):
         cause = error.cause
-        # What is not ours keeps Ray's traceback, which shows where in the actor it was raised.
+        # Other errors stay Ray's, whose traceback shows where in the actor they were raised.
         return cause if isinstance(cause, EbbtideError | TypeError) else error
     if isinstance(error, RayActorError):
         return ActorDied(f"{who} has died: {_reason(error)}")
@@ -28,7 +29,7 @@ def translated(error: RayError, who: str) -> Exception:
 
 
 def _reason(error: RayActorError) -> str:
-    """What of several lines says why, without what Ray guesses."""
+    """The line of Ray's message that says why the actor died, without Ray's list of common causes."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     causes = [line for line in lines if line.startswith("The actor is dead because")]
     line = (causes or lines or [type(error).__name__])[-1 if causes else 0]

@@ -1,4 +1,4 @@
-"""An engine among others like it: it commits together with them, and gives its weights to a new one."""
+"""An engine of a fleet: commits together with others, and gives its weights to a new one."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
     from ebbtide.ray.node_loans import NodeLoans
     from ebbtide.trainer.payload_encoding import PayloadEncoder
 
-# How much is read between two forward passes, and travels at once (or one parameter, if that is more).
+# Bytes that a rank reads between two forward passes at most, and bytes that are sent at once.
 PIECE_BYTES: Final = 32 << 20
 BUCKET_BYTES: Final = 256 << 20
 
-# The field in which an update brings its tensors.
+# The field with the tensors of an update.
 TENSORS: Final = "serialized_named_tensors"
 CHANGED: Final = "the weights changed while they were read: ask again"
 
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """One of a rank's own parameters, as bytes."""
+    """A parameter of a rank: its own part, as bytes."""
 
     name: str
     dtype: str
@@ -56,9 +56,9 @@ class StoredParameter:
     data: NDArray[np.uint8]
 
     def tensor(self) -> torch.Tensor:
-        import torch  # an engine that is never given weights does without it
+        import torch  # Here, since most engines never need it.
 
-        # A copy: what comes out of Ray's store may not be written, and torch insists that it may.
+        # A copy, since memory of Ray's store is read-only, and torch needs writable memory.
         flat = torch.frombuffer(bytearray(self.data), dtype=getattr(torch, self.dtype))
         return flat.view(self.shape)
 
@@ -68,9 +68,9 @@ class WeightBucket:
     """Consecutive parameters of every rank.
 
     Attributes:
-        by_rank: by tp_rank.
-        next_index: the first parameter that is not in it; None: these were the last.
-        generation: of the weights, by tp_rank; another one is of other weights.
+        by_rank: parameters by tp_rank.
+        next_index: index of the first parameter after these; None: these are the last.
+        generation: of the weights, by tp_rank. It changes when the weights do.
     """
 
     by_rank: list[list[StoredParameter]]
@@ -79,7 +79,7 @@ class WeightBucket:
 
     @property
     def num_bytes(self) -> int:
-        """Of all ranks."""
+        """Bytes of all ranks."""
         return sum(len(parameter.data) for rank in self.by_rank for parameter in rank)
 
 
@@ -88,8 +88,8 @@ class FleetCall:
     """A control request for several engines.
 
     Attributes:
-        is_joint: whether they commit it together: it is carried out as far as its commit.
-        number: those that have one are carried out in this order.
+        is_joint: whether the engines commit together: each prepares, and waits for the verdict.
+        number: calls are carried out in the order of these; None: the order is free.
     """
 
     id: str
@@ -101,10 +101,10 @@ class FleetCall:
 
 @dataclass(frozen=True)
 class Answered:
-    """What one engine of several has answered.
+    """The answer of one of several engines.
 
     Attributes:
-        body: of the answer, where it is no refusal.
+        body: of the answer; None: it is a refusal.
         has_session: whether a weight update session is open there now.
     """
 
@@ -114,23 +114,27 @@ class Answered:
 
 
 class JointEngine(Engine):
-    """As `Engine`. `others`: the actors of its other nodes, in order."""
+    """An `Engine` that can commit together with others. `others`: the actors of its other nodes, in order."""
 
     def __init__(self, others: Sequence[Any] = (), **arguments: Any) -> None:
         self._verdicts: dict[str, concurrent.futures.Future[str | None]] = {}
         self._others = others
-        # How many of the calls that are numbered have been handed to the engine.
+        # Number of numbered calls that were given to the engine.
         self._num_taken = 0
         self._taken = asyncio.Condition()
         super().__init__(**arguments)
 
     async def carry_out(self, kind: type[ControlRequest], fields: Mapping[str, Any]) -> Any:
-        """Carry a control request out, in which tensors may stand for a payload; returns its body."""
+        """Carry out a control request; returns the reply's body.
+
+        Args:
+            fields: of the request. Tensors may be given as (name, tensor) pairs, also in Ray's store.
+        """
         async with self._as_sent(fields) as sent:
             return await self._carry_out(kind, sent)
 
     async def propose(self, call: FleetCall) -> AsyncGenerator[Prepared | Answered, None]:
-        """Carry it out; yields `Prepared`, if it waits for `decide`, then the answer."""
+        """Carry out a call; yields `Prepared` if it must wait for `decide`, and then the answer."""
         verdict: concurrent.futures.Future[str | None] = concurrent.futures.Future()
         prepared = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -156,13 +160,13 @@ class JointEngine(Engine):
             del self._verdicts[call.id]
 
     async def decide(self, call_id: str, refusal: str | None) -> None:
-        """Have what was prepared be committed, or given up for this reason."""
+        """Commit a prepared call. `refusal`: why it is given up instead; None: it is committed."""
         verdict = self._verdicts.get(call_id)
         if verdict is not None and not verdict.done():
             verdict.set_result(refusal)
 
     async def _take(self, number: int | None) -> None:
-        """Wait until the calls before this one have been handed to the engine."""
+        """Wait until the calls with lower numbers were given to the engine."""
         if number is not None:
             async with self._taken:
                 await self._taken.wait_for(lambda: self._num_taken == number)
@@ -185,9 +189,9 @@ class JointEngine(Engine):
 
     @asynccontextmanager
     async def _as_sent(self, fields: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any], None]:
-        """The fields with a payload in place of (name, tensor) pairs, as long as it is read.
+        """Replace (name, tensor) pairs, or a reference to these in Ray's store, by a payload.
 
-        The pairs may lie in Ray's store.
+        The payload's memory lives as long as the context.
         """
         match tensors := fields.get(TENSORS):
             case None:
@@ -199,7 +203,7 @@ class JointEngine(Engine):
             yield sent
 
     async def go_on(self, so_far: OutputSoFar, fields: Mapping[str, Any]) -> Any:
-        """As `_generate`, behind what another engine has generated."""
+        """As `_generate`, but continue the output of another engine."""
         params = so_far.params
         assert params.sampling_seed is not None, "whoever goes on draws by the same seed"
         request = TokenizedGenerateReqInput(
@@ -211,16 +215,17 @@ class JointEngine(Engine):
         )
 
         async def start() -> Any:
-            # Of a replica that dies come thousands: it is looked up before others displace it.
+            # Stored and used at once: when a replica dies, thousands of outputs displace each other.
             self._service.manager.ended.keep(request, so_far.output_ids)
             return await self._start_or_finish({**fields, "continue_from": so_far.rid})
 
         return await self._runner.run(start())
 
     async def read_weights(self, first_index: int) -> WeightBucket:
-        """The parameters from this one on, as many as travel at once.
+        """Read parameters from an index on, up to about `BUCKET_BYTES` on all ranks.
 
-        Refused (409) if they are stale or changed.
+        Raises:
+            RequestRejected: 409, the weights are stale, or changed while they were read.
         """
         by_rank: list[list[StoredParameter]] = [[] for _ in range(self.server_args.tp_size)]
         index, num_bytes, num_parameters = first_index, 0, first_index + 1
@@ -239,16 +244,16 @@ class JointEngine(Engine):
             if len(generations) > 1:
                 raise RequestRejected(CHANGED, 409)
             index += len(runs[0])
-            # Weights in 8 bits are taken together with their scales, which come next.
+            # FP8 weights must be in one bucket with their scales, which come next.
             is_open = last[0].dtype.startswith("float8")
         [generation] = generations
         return WeightBucket(by_rank, index if index < num_parameters else None, generation)
 
     async def _read_run(self, index: int) -> list[list[WeightPiece]]:
-        """Whole parameters from this one on, the same ones of every rank: as many as one request brings.
+        """Read whole parameters from an index on, the same ones on every rank, as many as one request gives.
 
-        Each request waits for the forward pass under way, and for its turn among the answers of all that
-        run: one for each parameter would take minutes of a replica that is at work.
+        A request for each parameter would take minutes on a busy replica: each waits for the running forward
+        pass, and for its turn among the answers to running requests.
         """
         runs = await self._read_pieces(index, 0)
         heads = [[run[0]] for run in runs]
@@ -259,7 +264,7 @@ class JointEngine(Engine):
                 pieces.append(run[0])
         if any(len({piece.generation for piece in pieces}) > 1 for pieces in heads):
             raise RequestRejected(CHANGED, 409)
-        # Where ranks hold unequal parts, fewer parameters of one may fit.
+        # If ranks have parts of different sizes, they may return different numbers of parameters.
         num_common = min(map(len, runs))
         return [
             [replace(run[0], data=b"".join(piece.data for piece in pieces)), *run[1:num_common]]
@@ -267,17 +272,21 @@ class JointEngine(Engine):
         ]
 
     async def _read_pieces(self, index: int, first_byte: int) -> list[list[WeightPiece]]:
-        """Pieces from there on, of every rank."""
+        """Read pieces of parameters from an index and a byte on, on every rank."""
         request = ReadWeightsReqInput(index=index, first_byte=first_byte, num_bytes=PIECE_BYTES)
         reply = await self._runner.run(self._service.manager.control.call(request))
         assert isinstance(reply, ReadWeightsReqOutput)
         return reply.pieces
 
     async def take_weights(self, read: Callable[[int], Awaitable[WeightBucket]], weight_version: str) -> int:
-        """Serve what another engine of the same arguments serves, by its `read_weights`; the bytes of all
-        ranks.
+        """Take over the weights of another engine with the same arguments; returns the bytes of all ranks.
 
-        RequestRejected (409): its weights changed meanwhile; those of before serve here.
+        Args:
+            read: calls the other engine's `read_weights`.
+            weight_version: of these weights.
+
+        Raises:
+            RequestRejected: 409, its weights changed meanwhile. This engine keeps its old ones.
         """
         await self.async_begin_weight_update()
         num_bytes, generation = 0, None
@@ -288,7 +297,7 @@ class JointEngine(Engine):
                 if generation not in (None, bucket.generation):
                     raise RequestRejected(CHANGED, 409)
                 generation, index = bucket.generation, bucket.next_index
-                # The next ones are read while these are written.
+                # The next bucket is read while this one is staged.
                 reading = None if index is None else asyncio.ensure_future(read(index))
                 await self._stage(bucket)
                 num_bytes += bucket.num_bytes

@@ -1,4 +1,4 @@
-"""Which bundle of a placement group each rank takes, which ranks share a node, and the actors of these."""
+"""Places ranks in the bundles of a placement group, groups them by node, and starts and ends their actors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RESOLUTION = 1e-4
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one rank takes of a bundle. A fraction of a GPU leaves the rest of it to a colocated trainer."""
+    """Resources of a rank. A fraction of a GPU leaves the rest of it to a colocated trainer."""
 
     num_gpus: float
     num_cpus: float
@@ -35,9 +35,9 @@ class RankShare:
             raise ConfigurationError(f"cpus_per_rank: expected 0 or more, got {self.num_cpus:g}")
 
     def num_in(self, bundle: Mapping[str, float]) -> int:
-        """How many ranks a bundle has room for.
+        """Number of ranks for which a bundle has room.
 
-        Of fractions it is one: Ray would give two of them the same GPU.
+        At most one with a fraction of a GPU, since Ray could give two of them the same GPU.
         """
         room = [
             int((bundle.get(name, 0) + _RESOLUTION) / amount)
@@ -48,7 +48,7 @@ class RankShare:
         return min(most, 1) if 0 < self.num_gpus < 1 else most
 
     def times(self, num_ranks: int) -> dict[str, float]:
-        """What so many ranks take."""
+        """Resources of this many ranks."""
         return {"GPU": self.num_gpus * num_ranks, "CPU": self.num_cpus * num_ranks}
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class RankShare:
 
 @dataclass(frozen=True)
 class Seating:
-    """How many ranks a bundle holds."""
+    """Number of ranks in a bundle."""
 
     bundle: int
     num_ranks: int
@@ -70,14 +70,15 @@ def seat_ranks(
     share: RankShare,
     ranks_per_node: int | None = None,
 ) -> list[Seating]:
-    """Fill bundles with ranks, in order, and leave the rest of them to others.
+    """Fill bundles with ranks, in order; bundles that are not needed stay free.
 
     Args:
-        bundles: the resources of all bundles of the group.
-        indices: which of them may be used; None: any, from the first on.
-        ranks_per_node: the most ranks that go into a bundle.
+        bundles: resources of all bundles of the group.
+        indices: of the bundles to use; None: from the first on.
+        ranks_per_node: the most ranks in a bundle; None: no such limit.
 
-    Raises ConfigurationError: there is no room for all; it says what is needed and what there is.
+    Raises:
+        ConfigurationError: an index does not exist, or there is no room for all ranks.
     """
     usable = list(range(len(bundles))) if indices is None else list(indices)
     unknown = [index for index in usable if not 0 <= index < len(bundles)]
@@ -105,14 +106,14 @@ def seat_ranks(
 def group_by_node(
     seatings: Sequence[Seating], node_ids: Sequence[str], nnodes: int | None
 ) -> list[list[int]]:
-    """The places in `seatings` that make up each node of the engine, in the order of its ranks.
+    """Group seatings by node of the engine; returns indices of `seatings` for each node, in order of ranks.
 
     Args:
-        node_ids: the machine of each seating, as Ray names it.
-        nnodes: into how many nodes they are to be divided; None: one for each machine.
+        node_ids: Ray's id of the machine of each seating.
+        nnodes: number of nodes; None: one for each machine.
 
     Raises:
-        ConfigurationError: the machines do not hold equally many ranks, or a node would lie on two of them.
+        ConfigurationError: nodes would have different numbers of ranks, or a node would be on two machines.
     """
     machines: dict[str, list[int]] = {}
     for place, node_id in enumerate(node_ids):
@@ -146,7 +147,7 @@ def group_by_node(
 
 
 def default_bundles(num_ranks: int, nnodes: int, share: RankShare) -> list[dict[str, float]]:
-    """A bundle for each node, or for each rank where it takes a fraction of a GPU."""
+    """One bundle for each node; with fractions of a GPU, one for each rank."""
     num_bundles = num_ranks if 0 < share.num_gpus < 1 else nnodes
     wanted = share.times(num_ranks // num_bundles)
     return [{name: amount for name, amount in wanted.items() if amount > 0}] * num_bundles
@@ -156,15 +157,15 @@ def _described(bundle: Mapping[str, float]) -> str:
     return " ".join(f"{amount:g} {name}" for name, amount in bundle.items()) or "nothing"
 
 
-# How many requests may be in flight in one engine.
+# The most requests in flight in an engine.
 MAX_CALLS: Final = 100_000
-# What makes one node fail makes the others fail too, maybe sooner: that long the first failure is not taken
-# for the cause.
+# How long to wait for more failures after the first. A cause on one node makes others fail too, maybe sooner,
+# so the first failure need not be the cause.
 CAUSE_S: Final = 2.0
 SHUTDOWN_S: Final = 15.0
 LOOK_S: Final = 0.2
 
-# Arguments that say where ranks are: here the placement group does.
+# Arguments about the placement of ranks, which the placement group decides here.
 OWN_ARGUMENTS: Final = ("nnodes", "node_rank", "dist_init_addr", "base_gpu_id", "gpu_id_step")
 
 
@@ -173,8 +174,8 @@ class Room:
     """Bundles that an engine may use.
 
     Attributes:
-        indices: which of the group's; None: any.
-        is_own: the group was made for this, and is removed with it.
+        indices: of the group's bundles; None: all.
+        is_own: whether the group was created for the engine, and is removed with it.
     """
 
     group: PlacementGroup
@@ -200,7 +201,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class NodeSeats:
-    """The seats of one node of an engine; the first of them holds its processes."""
+    """The actors of a node of an engine. The first one starts the node's processes."""
 
     rank: int
     seats: list[Seat]
@@ -214,9 +215,10 @@ class NodeSeats:
 
 
 def make_room(bundles: Sequence[Mapping[str, float]], strategy: str, timeout_s: float) -> Room:
-    """Reserve bundles for an engine.
+    """Create bundles for an engine, and wait for them.
 
-    Raises ConfigurationError: the cluster has no room for them; it says what is needed and what there is.
+    Raises:
+        ConfigurationError: the cluster has no room for them. The message says what it has.
     """
     group = placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
     room = Room(group, None, is_own=True)
@@ -229,7 +231,7 @@ def make_room(bundles: Sequence[Mapping[str, float]], strategy: str, timeout_s: 
 
 
 def wait_for_room(room: Room, timeout_s: float) -> None:
-    """Return when the group has been placed. Raises ConfigurationError if that takes longer."""
+    """Wait until the group is placed. ConfigurationError: it never can be, or the time is up."""
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     never = [bundle for bundle in room.group.bundle_specs if not any(_fits(bundle, one) for one in machines)]
     if not never and room.group.wait(timeout_s):
@@ -245,7 +247,16 @@ def wait_for_room(room: Room, timeout_s: float) -> None:
 def places_of_replicas(
     group: PlacementGroup | None, indices: Sequence[Sequence[int]] | None, num_replicas: int
 ) -> list[dict[str, Any]]:
-    """Arguments of each replica's `RayEngine` that say where it is. Raises ConfigurationError."""
+    """Arguments about placement for each replica's `RayEngine`.
+
+    Args:
+        group: None: each replica creates its own bundles.
+        indices: of each replica's bundles; None: equal parts of the group, in order.
+
+    Raises:
+        ConfigurationError: the bundles cannot be divided equally, or there is not a list for each replica.
+        TypeError: `indices` without `group`.
+    """
     if group is None:
         if indices is not None:
             raise TypeError("bundle_indices: expected a placement group with them")
@@ -275,8 +286,9 @@ def take_seats(
 ) -> list[NodeSeats]:
     """Start an actor in each bundle that is needed, and group them by node.
 
-    Raises ConfigurationError: the bundles have no room for the ranks; EngineError: an actor did not start. In
-    either case none is left.
+    Raises:
+        ConfigurationError: the bundles have no room for the ranks. No actor is left.
+        EngineError: an actor did not start. No actor is left.
     """
     ranks_per_node = None if nnodes is None else max(1, num_ranks // nnodes)
     seatings = seat_ranks(room.group.bundle_specs, room.indices, num_ranks, share, ranks_per_node)
@@ -299,8 +311,15 @@ def start_engine(
 ) -> None:
     """Start the processes of all nodes; returns when the engine is ready.
 
-    `abandoned`: when it is set, the start is given up. Raises ConfigurationError: the engine cannot start so;
-    EngineError: a process failed, or an actor or its node has gone; it is named. No actor is left.
+    If this raises, no actor is left.
+
+    Args:
+        arguments: fields of `ServerArgs`.
+        abandoned: when set, the start is given up.
+
+    Raises:
+        ConfigurationError: the engine cannot start with these arguments.
+        EngineError: a process failed, an actor or its machine died, or the start was given up.
     """
     together: dict[str, Any] = {**arguments, "nnodes": len(nodes)}
     try:
@@ -322,7 +341,7 @@ def start_engine(
 
 
 def stop_engine(nodes: Sequence[NodeSeats]) -> None:
-    """End the processes of all these nodes, and then the actors. What has died already is no error."""
+    """End the processes of these nodes, and then the actors. Actors that have died are no error."""
     stopping = [node.seats[0].actor.shutdown.remote() for node in nodes]
     if stopping:
         ray.wait(stopping, num_returns=len(stopping), timeout=SHUTDOWN_S)
@@ -330,7 +349,7 @@ def stop_engine(nodes: Sequence[NodeSeats]) -> None:
 
 
 def kill_engine(nodes: Sequence[NodeSeats]) -> None:
-    """End all actors of an engine, whatever they are doing; their processes end with them."""
+    """Kill all actors of an engine at once. Their processes end with them."""
     _kill(seat.actor for node in nodes for seat in node.seats)
 
 
@@ -366,7 +385,7 @@ def _start_actor(
     options: dict[str, Any] = {"num_gpus": taken["GPU"], "num_cpus": taken["CPU"]}
     if runtime_env is not None:
         options["runtime_env"] = dict(runtime_env)
-    # An engine is not what it was when its process is another one: whoever owns it starts a new one.
+    # Without restarts: a new process would not have the engine's state. The owner starts a new engine.
     return (
         ray.remote(EngineActor)
         .options(scheduling_strategy=strategy, max_restarts=0, max_concurrency=MAX_CALLS, **options)
@@ -394,7 +413,7 @@ def _wait_for_all(starting: Mapping[Any, NodeSeats], abandoned: threading.Event)
 
 
 def rank_as_cause(failure: BaseException) -> int:
-    """What is likelier to have made the others fail comes first."""
+    """A sort key by which the likeliest cause of other failures comes first."""
     if isinstance(failure, ActorDied):
         return 0
     return 2 if type(failure) is EngineError else 1
@@ -405,7 +424,7 @@ def _fits(bundle: Mapping[str, float], machine: Mapping[str, float]) -> bool:
 
 
 def _counted(resources: Mapping[str, float]) -> dict[str, float]:
-    """The resources that are asked for by number: not the names of machines."""
+    """CPUs, GPUs and custom resources, without memory and Ray's own names of machines and groups."""
     return {
         name: amount
         for name, amount in sorted(resources.items())

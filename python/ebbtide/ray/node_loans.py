@@ -1,7 +1,7 @@
-"""New weights for the ranks of several nodes: each node's ranks open what lies in the memory of their own.
+"""Sends new weights to an engine on several nodes, through the shared memory of each node.
 
-The actor of every node copies the tensors into its machine's shared memory, and says by which entries they
-are found there. Together the entries are those of an update: one for each rank, in order.
+Each node's actor copies the tensors to the shared memory of its machine, and returns entries that refer to
+them for the ranks of its node. All nodes' entries together, one per rank in order, are those of an update.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ NamedTensors: TypeAlias = list[tuple[str, torch.Tensor]]
 
 
 class NodeLender:
-    """What an actor has lent to the ranks of its node."""
+    """Lends tensors in shared memory to the ranks of a node."""
 
     def __init__(self) -> None:
         self._open: dict[str, list[Payload]] = {}
         self._lock = threading.Lock()
 
     def lend(self, loan: str, tensors: Mapping[int, NamedTensors], takers: Sequence[int]) -> list[bytes]:
-        """Copy tensors into shared memory, until `take_back`.
+        """Copy tensors to shared memory, where they stay until `take_back`; returns an entry for each rank.
 
         Args:
-            loan: its name.
-            tensors: by a key of the caller's.
-            takers: the key of what each rank of this node takes.
+            loan: name for `take_back`.
+            tensors: lists of tensors by any key.
+            takers: for each rank of this node, the key of its tensors.
 
-        Returns an entry for each of them. Raises RequestRejected: shared memory is short, or they are no
-        plain tensors; nothing is lent.
+        Raises:
+            RequestRejected: not enough shared memory, or not plain tensors. Nothing is lent then.
         """
         shared: dict[int, Payload] = {}
         try:
@@ -54,14 +54,14 @@ class NodeLender:
         return [next(entries[key]) for key in takers]
 
     def take_back(self, loan: str) -> None:
-        """The update has been answered. Idempotent."""
+        """Free a loan, when the update was answered. Idempotent."""
         with self._lock:
             shared = self._open.pop(loan, [])
         _close(shared)
 
 
 class StoreEncoder(PayloadEncoder):
-    """Puts (name, tensor) pairs into Ray's store, once for all engines that are to read them there."""
+    """Puts (name, tensor) pairs into Ray's object store, once for all engines."""
 
     def __init__(self) -> None:
         super().__init__("cpu")
@@ -69,18 +69,18 @@ class StoreEncoder(PayloadEncoder):
     def encode(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, keep_mapped: bool = False
     ) -> Payload:
-        """As `PayloadEncoder.encode`; a reference stands for the entries, and the tensors may change."""
+        """As `PayloadEncoder.encode`, but the only entry is a Ray reference, and the tensors may change."""
         stored: Any = ray.put([(name, _on_host(tensor)) for name, tensor in named_tensors])
         return Payload([stored])
 
 
 class NodeLoans(PayloadEncoder):
-    """Makes the payloads of an engine whose ranks are on several nodes.
+    """Makes payloads for an engine whose ranks are on several nodes.
 
     Args:
-        own: lends on node 0, in this process.
+        own: the lender of node 0, in this process.
         others: the actors of the other nodes, in order.
-        num_ranks: of all nodes, which have equally many.
+        num_ranks: number of ranks on all nodes together. Each node has the same number.
     """
 
     def __init__(self, own: NodeLender, others: Sequence[Any], num_ranks: int) -> None:
@@ -93,13 +93,20 @@ class NodeLoans(PayloadEncoder):
     def encode(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, keep_mapped: bool = False
     ) -> Payload:
-        """As `PayloadEncoder.encode`: the same for all. It always goes by way of the host."""
+        """As `PayloadEncoder.encode`: all ranks get the same tensors, always through host memory."""
         return self.encode_each([[(name, _on_host(tensor)) for name, tensor in named_tensors]])
 
     def encode_each(self, by_tp_rank: Sequence[NamedTensors]) -> Payload:
-        """A payload in which each rank takes its own, as all replicas do; or all of them the only one.
+        """Make a payload in which each rank gets its own tensors, or all ranks the same.
 
-        Blocks until all nodes have lent; if one fails, none does any more.
+        Blocks until all nodes have lent their copies. If one fails, all copies are freed.
+
+        Args:
+            by_tp_rank: tensors by tensor-parallel rank, the same for all replicas; or one list for all ranks.
+
+        Raises:
+            RequestRejected: not enough shared memory on a node, or not plain tensors.
+            EngineError: an actor failed.
         """
         loan, tensors = uuid.uuid4().hex, dict(enumerate(by_tp_rank))
         takers = [[rank % len(by_tp_rank) for rank in ranks] for ranks in self._ranks]
@@ -114,7 +121,7 @@ class NodeLoans(PayloadEncoder):
             try:
                 entries += lend()
             except Exception as error:
-                # The others are waited for: what they lend later nobody would take back.
+                # Wait for the others all the same, since what they lend must be taken back.
                 failures.append(error)
         payload = Payload(entries, release=partial(self._take_back, loan))
         if failures:
@@ -125,7 +132,7 @@ class NodeLoans(PayloadEncoder):
     def _take_back(self, loan: str) -> None:
         self._own.take_back(loan)
         for actor in self._others:
-            # One that has died has nothing any more.
+            # Not awaited: an actor that has died has nothing to free.
             actor.take_back.remote(loan)
 
 

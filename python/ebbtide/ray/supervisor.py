@@ -1,4 +1,4 @@
-"""Replaces the replicas of a fleet that die by others, which come to serve what those that live serve."""
+"""Replaces replicas of a fleet that die, and brings the new ones to the state of the live ones."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from ebbtide.srt.managers.io_struct import AdapterReport
 
 logger = logging.getLogger(__name__)
 
-# A replica that does not come up is tried so often in a row, with a pause in between.
+# The most attempts in a row to start a replica, and the pause between them.
 MAX_ATTEMPTS: Final = 3
 RETRY_S: Final = 2.0
-# How often a new replica looks whether the others have weights to give.
+# Interval of checks whether a live replica can give its weights.
 LOOK_S: Final = 0.5
 
 
 class Supervisor:
-    """Watches replicas, and puts others in the place of those that die.
+    """Watches replicas, and replaces those that die.
 
     Args:
-        start: starts the engine of a slot, given changes to its arguments.
-        threads: where engines are started.
+        start: starts the engine of a slot; its second argument has changes to the engine's arguments.
+        threads: the pool in which engines are started.
 
     Attributes:
-        failure: why the fleet has ended; empty as long as it has not.
-        deaths: why the replica of a slot last died, or did not come back.
+        failure: why the fleet has ended; empty: it has not.
+        deaths: by slot, why the last replica died, or a new one did not start.
     """
 
     def __init__(
@@ -49,17 +49,17 @@ class Supervisor:
         self._controller = controller
         self._start = start
         self._threads = threads
-        # What new replicas wait for that have started.
+        # By slot, what a new replica that has started waits for.
         self._waits: dict[int, str] = {}
         self._changes = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     def begin(self) -> None:
-        """Watch, from now on, in this event loop."""
+        """Begin to watch all replicas, in this event loop."""
         self._tasks += [asyncio.create_task(self._watch(one.slot)) for one in self._controller.replicas]
 
     async def end(self) -> None:
-        """Watch no more, and wait for no answer. Requests that wait for a replica end."""
+        """Stop watching, and end all requests that wait for a replica."""
         self.failure = "the fleet has been shut down"
         self._note_change()
         for task in self._tasks:
@@ -71,11 +71,11 @@ class Supervisor:
         await self._controller.end()
 
     async def next_change(self) -> None:
-        """Wait until a replica has died or begun to serve, or will never."""
+        """Wait until a replica dies, begins to serve, or is given up."""
         await self._changes.wait()
 
     async def wait_for_all(self) -> None:
-        """Wait until every replica serves, or one will never."""
+        """Wait until every replica serves, or one was given up."""
         while len(self._controller.living) < len(self._tasks) and not any(
             task.done() for task in self._tasks
         ):
@@ -87,7 +87,7 @@ class Supervisor:
         return self.deaths[slot] if waits_for is None else f"it has started, and waits: {waits_for}"
 
     async def _watch(self, slot: int) -> None:
-        """Wait for the death of a replica, and put another one in its place; again and again."""
+        """Replace the replica of a slot whenever it dies, until that fails."""
         while True:
             replica = self._controller.replicas[slot]
             await replica.watch()
@@ -106,7 +106,7 @@ class Supervisor:
                 return
 
     async def _replace_soon(self, dead: Replica) -> bool:
-        """Try a few times; returns whether another one serves in its place."""
+        """Try to replace a dead replica, up to `MAX_ATTEMPTS` times; returns whether the new one serves."""
         for attempt in range(1, MAX_ATTEMPTS + 1):
             try:
                 await self._replace(dead)
@@ -118,11 +118,12 @@ class Supervisor:
         return False
 
     async def _replace(self, dead: Replica) -> None:
-        """Start a replica in the place of another one, and let it serve what the others serve.
+        """Start a replica in place of a dead one, and let it serve what the others serve.
 
-        Raises EbbtideError: it does not start, or has died again, or nobody is left who has the weights.
+        Raises:
+            EbbtideError: it does not start, or dies, or no live replica has the weights.
         """
-        # The weights come from those that live; only where nothing was ever changed are the first ones those.
+        # It takes a live replica's weights. If there is none, it loads the first ones, if they never changed.
         from_peer = {"load_format": "dummy"} if self._controller.living else {}
         if not from_peer and self._controller.has_committed:
             raise EngineError("no replica is left to take the weights from")
@@ -151,7 +152,10 @@ class Supervisor:
         self._note_change()
 
     async def _admit(self, replica: Replica) -> str:
-        """Let a new replica serve, once it is as those that live; what it has to wait for, or nothing."""
+        """Bring a new replica to the state of the live ones, and let it serve.
+
+        Returns what it must wait for; empty: it serves.
+        """
         async with self._controller.without("session"):
             peers = self._controller.living
             obstacle = await bring_up_to_date(replica, peers)
@@ -167,7 +171,7 @@ class Supervisor:
                         return "the replica that was to tell of its adapters has died"
                     raise
                 self._controller.admit(replica)
-            # A pause or a release that came meanwhile was not for this one.
+            # The new replica did not get a pause or release that came meanwhile.
             for peer in peers:
                 if not peer.has_died.is_set():
                     await imitate(replica, peer)
@@ -180,11 +184,12 @@ class Supervisor:
 
 
 async def bring_up_to_date(replica: Replica, living: Sequence[Replica]) -> str:
-    """Give a new replica the weights of a living one, and bring it into the same state.
+    """Give a new replica the weights of a live one, and pause and release the same as there.
 
-    Updates have to wait meanwhile: that is the caller's affair. Returns what it has to wait for; empty:
-    nothing, it is done. Raises EngineError: nobody lives, or the new replica has died, or holds other weights
-    in spite of it all.
+    The caller must keep weight updates waiting. Returns what the replica must wait for; empty: it is done.
+
+    Raises:
+        EngineError: no replica lives, the new one has died, or its weights differ afterwards.
     """
     if not living:
         raise EngineError("no replica is left to take the weights from")
@@ -200,8 +205,8 @@ async def bring_up_to_date(replica: Replica, living: Sequence[Replica]) -> str:
             return f"the weights of {peer.name} are {weights['content']}"
         version = (await peer.ask("model_info"))["weight_version"]
         began_s = time.monotonic()
-        # A replica at work reads its weights for the checksum piece by piece, beside its forward passes: that
-        # takes long, and need not wait for the transfer.
+        # At the same time, since a busy replica takes long for its checksum, which it computes piece by piece
+        # between forward passes.
         num_bytes, theirs = await asyncio.gather(
             replica.ask("take_weights", peer.engine.actor, version), peer.ask("check_weights")
         )
@@ -223,7 +228,7 @@ async def bring_up_to_date(replica: Replica, living: Sequence[Replica]) -> str:
 
 
 async def imitate(replica: Replica, peer: Replica) -> None:
-    """Pause and release what a live one has paused and released; again, if that changes meanwhile."""
+    """Pause and release the same as on a live replica; repeat if that changes meanwhile."""
     while (theirs := await _state(peer))[:2] != (mine := await _state(replica))[:2]:
         for method, tags in (
             ("release_memory_occupation", theirs.released - mine.released),
@@ -238,7 +243,7 @@ async def imitate(replica: Replica, peer: Replica) -> None:
 
 
 class _State(NamedTuple):
-    """Whether generation is paused, and which tags are released."""
+    """Whether generation is paused, which tags are released, and the mode of the pause."""
 
     is_paused: bool
     released: frozenset[str]
@@ -264,10 +269,10 @@ async def _lives(replica: Replica) -> bool:
 
 
 async def take_adapters(replica: Replica, peer: Replica) -> None:
-    """Load what a living replica has, from the same folders; note in `lacks` what cannot be had.
+    """Load the adapters of a live replica from their folders; note those that cannot be loaded in `lacks`.
 
-    Loads have to wait meanwhile: that is the caller's affair. What a replica lacks is what came as tensors,
-    and what is not in its folder any more. It gets a name back with the next load of it.
+    The caller must keep loads waiting. Adapters that were sent as tensors, or are no longer in their folder,
+    cannot be loaded. The next load of a name makes it available again.
     """
     theirs, mine = await _adapters_of(peer), await _adapters_of(replica)
     replica.lacks = set(peer.lacks)
@@ -279,7 +284,7 @@ async def take_adapters(replica: Replica, peer: Replica) -> None:
             await replica.ask("unload_lora_adapter", name, timeout_s=0)
         has = [await _load(replica, name, one) for one in wanted]
         if has and not has[-1]:
-            # The name would mean an earlier version here.
+            # Unload the name, which would stand for an earlier version here.
             if any(has):
                 await replica.ask("unload_lora_adapter", name, timeout_s=0)
             has = [False] * len(has)
@@ -295,7 +300,7 @@ async def take_adapters(replica: Replica, peer: Replica) -> None:
 
 
 async def _load(replica: Replica, name: str, wanted: AdapterReport) -> bool:
-    """Whether it has this version now."""
+    """Load a version of an adapter from its folder; returns whether the replica has it now."""
     if not wanted.path:
         return False
     try:
@@ -312,7 +317,7 @@ async def _load(replica: Replica, name: str, wanted: AdapterReport) -> bool:
 
 
 async def _adapters_of(replica: Replica) -> Mapping[str, Sequence[AdapterReport]]:
-    """By name, the versions that it has, the one that the name means last."""
+    """A replica's adapter versions by name. The last one is that for which the name stands."""
     found: dict[str, list[AdapterReport]] = {}
     reports = (await replica.ask("server_info"))["state"]["adapters"]
     for one in msgspec.convert(reports, list[AdapterReport]):
