@@ -76,7 +76,7 @@ class GcPauses(GcClock, Collector):
         self._counts[generation].add(pause_s)
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
-        help_text = "Pauses of the API process for Python's garbage collector."
+        help_text = "Pauses of the API process by Python's garbage collector."
         rows = ((str(generation), counts) for generation, counts in enumerate(self._counts))
         yield histograms(self._name, help_text, "generation", rows)
 
@@ -183,7 +183,7 @@ class VllmAliases(Collector):
                     yield _renamed(family, f"vllm:{group}_{suffix}", rows)
         state = GaugeMetricFamily(
             "vllm:engine_sleep_state",
-            "1 for the state that holds.",
+            "1 for the current state.",
             labels=["engine", "sleep_state", "model_name"],
         )
         for one in SLEEP_STATES:
@@ -191,7 +191,7 @@ class VllmAliases(Collector):
         yield state
         cache = GaugeMetricFamily(
             "vllm:cache_config_info",
-            "Pages of each replica's KV pool, and the tokens of a page.",
+            "Pages of each replica's KV pool, and tokens per page.",
             labels=["engine", "num_gpu_blocks", "block_size"],
         )
         for rank, count in self.num_tokens.items():

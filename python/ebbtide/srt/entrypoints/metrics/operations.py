@@ -117,11 +117,11 @@ class ControlMetrics:
         self._effects(registry)
         self._lag = WeightedHistogram(
             PREFIX + "output_token_lag_commits",
-            "Tokens of outputs that have ended, by the commits between their weights and the newest then.",
+            "Tokens of ended outputs, by the number of commits between their weights and the newest ones.",
             LAG_BUCKETS,
         )
         registry.register(self._lag)
-        self._mixed = self._counter("mixed_version_outputs", "Outputs that several versions sampled.")
+        self._mixed = self._counter("mixed_version_outputs", "Outputs with tokens of several versions.")
 
     def _operations(self, registry: CollectorRegistry) -> None:
         self._duration_s = Histogram(
@@ -147,7 +147,7 @@ class ControlMetrics:
     def _effects(self, registry: CollectorRegistry) -> None:
         self._stall_s = Histogram(
             PREFIX + "weight_update_stall_seconds",
-            "For how long a commit held forward passes up.",
+            "How long a commit delayed forward passes.",
             ["operation"],
             registry=registry,
             buckets=STALL_BOUNDS_S,
@@ -155,10 +155,10 @@ class ControlMetrics:
         self._update_bytes = self._counter(
             "weight_update_bytes", "Bytes that updates wrote.", "operation", "placement"
         )
-        self._commits = self._counter("weight_commits", "Times that other weights began to serve.")
-        self._released = self._counter("released_bytes", "Given to the device by releases.", "tag")
-        self._resumed = self._counter("resumed_bytes", "Taken from the device by resumes.", "tag")
-        self._resized = self._counter("resized_bytes", "Moved by resizes of the KV cache.", "direction")
+        self._commits = self._counter("weight_commits", "Commits of new weights.")
+        self._released = self._counter("released_bytes", "Bytes given back by releases.", "tag")
+        self._resumed = self._counter("resumed_bytes", "Bytes taken again by resumes.", "tag")
+        self._resized = self._counter("resized_bytes", "Bytes that KV resizes gave or took.", "direction")
         self._parked = self._counter("parked_bytes", "KV that releases and resizes moved to host memory.")
         self._requests = self._counter(
             "control_affected_requests", "Requests that an operation interrupted.", "operation", "effect"

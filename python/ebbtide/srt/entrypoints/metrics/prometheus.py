@@ -54,7 +54,7 @@ COUNTERS = {
     "prompt_tokens": ("prompt_tokens", "Prompt tokens of outputs that have ended."),
     "cached_tokens": ("cached_tokens", "Prompt tokens from the prefix cache."),
     "generation_tokens": ("completion_tokens", "Tokens generated."),
-    "num_retractions": ("num_retractions", "Times that an output gave up its KV."),
+    "num_retractions": ("num_retractions", "Times that outputs were retracted."),
     "nonfinite_logits": ("num_nonfinite", "Rows of logits that held NaN or +Inf."),
 }
 # Histograms of ended outputs: name → keys of `meta_info` (the first minus the second), help text.
@@ -73,23 +73,23 @@ DURATIONS: Mapping[str, tuple[str, str | None, str]] = {
 SIZES: Mapping[str, tuple[str, Sequence[float], str]] = {
     "output_prompt_tokens": ("prompt_tokens", LENGTH_BUCKETS, "Prompt tokens of each output."),
     "output_generation_tokens": ("completion_tokens", LENGTH_BUCKETS, "Tokens of each output."),
-    "output_retractions": ("num_retractions", RETRACTION_BUCKETS, "Times that each output gave up its KV."),
+    "output_retractions": ("num_retractions", RETRACTION_BUCKETS, "Times that each output was retracted."),
 }
 # How many outputs are counted before the event loop may run something else. They take some milliseconds.
 OUTPUTS_AT_ONCE = 256
 # Field of `Load`, which has a value per replica → help text.
 LOAD_GAUGES = {
-    "num_running_reqs": "Requests that the next forward pass may contain.",
+    "num_running_reqs": "Running requests, unless generation is paused.",
     "num_waiting_reqs": "Requests that wait for room.",
-    "num_paused_reqs": "Requests that hold KV while generation is paused.",
-    "num_used_tokens": "Tokens of KV that are held.",
-    "max_total_num_tokens": "Tokens that the KV pool holds.",
-    "token_usage": "Share of the KV pool that is held.",
+    "num_paused_reqs": "Requests that keep their KV while generation is paused.",
+    "num_used_tokens": "Tokens in use in the KV pool.",
+    "max_total_num_tokens": "Capacity of the KV pool, in tokens.",
+    "token_usage": "Share of the KV pool that is in use.",
     "gen_throughput": "Tokens per second.",
     "cache_hit_rate": "Share of prompt tokens from the prefix cache.",
     "num_parked_reqs": "Requests that wait with their KV in host memory.",
     "parked_bytes": "KV of waiting requests in host memory, on each rank.",
-    "lent_bytes": "Memory of the KV cache that a second copy of the weights has, on each rank.",
+    "lent_bytes": "Memory of the KV cache lent to a second copy of the weights, on each rank.",
 }
 
 
@@ -103,8 +103,8 @@ STATE_GAUGES: Final = {
     PREFIX + "can_run": "1 if a forward pass may run now.",
     PREFIX + "weights_stale": "1 if parameters have not been written since a resume.",
     PREFIX + "adapters_loaded": "Adapters that requests may ask for.",
-    CONTROL_PREFIX + "not_running_seconds": "Since a forward pass might have run last.",
-    CONTROL_PREFIX + "pause_forgotten": "1 once that exceeds --pause-warning-s.",
+    CONTROL_PREFIX + "not_running_seconds": "Seconds since a forward pass was last allowed to run.",
+    CONTROL_PREFIX + "pause_forgotten": "1 if not_running_seconds exceeds --pause-warning-s.",
     CONTROL_PREFIX + "weight_session_open": "1 while a weight update session is open.",
 }
 
@@ -151,10 +151,10 @@ class Metrics:
             "time_per_output_token_seconds", "Between two tokens: the mean of each output.", GAP_BUCKETS_S
         )
         self._num_samples = self._histogram(
-            "request_params_n", "Outputs that each request asks for, of each prompt.", SAMPLE_BUCKETS
+            "request_params_n", "Outputs per prompt that each request asks for.", SAMPLE_BUCKETS
         )
         self._max_tokens = self._histogram(
-            "request_params_max_tokens", "Most tokens of an output, by each request.", LENGTH_BUCKETS
+            "request_params_max_tokens", "Limit of an output's tokens in each request.", LENGTH_BUCKETS
         )
         self._readings = Readings(self.control.version_lag)
         self._registry.register(self._readings)
@@ -265,14 +265,14 @@ class Readings(Collector):
         for rank, load in loads:
             rows.append(((rank, "capacity"), load.num_waiting_reqs - load.num_held_reqs))
             rows.append(((rank, "deferred"), load.num_held_reqs))
-        text = "Those, by whether it is room or a version of the weights."
+        text = "Waiting requests, by what they wait for: room, or a version of the weights."
         yield _gauge(PREFIX + "num_waiting_reqs_by_reason", text, rows, "dp_rank", "reason")
         rows = [(pair, num_tokens) for rank, load in loads for pair, num_tokens in self._by_lag(rank, load)]
-        text = "Running requests' KV, by commits since its weights."
+        text = "Tokens of KV of running requests, by commits since its weights served."
         yield _gauge(CONTROL_PREFIX + "kv_tokens", text, rows, "dp_rank", "commits")
-        name, text = CONTROL_PREFIX + "recomputed_tokens", "Tokens prefilled once more."
+        name, text = CONTROL_PREFIX + "recomputed_tokens", "Tokens that were prefilled again."
         recomputed = CounterMetricFamily(name, text, labels=["dp_rank", "cause"])
-        name, text = CONTROL_PREFIX + "scheduler_gc_pause_seconds", "Pauses of a replica's loop for it."
+        name, text = CONTROL_PREFIX + "scheduler_gc_pause_seconds", "GC pauses of a replica's loop."
         paused = CounterMetricFamily(name, text, labels=["dp_rank"])
         for rank, load in loads:
             paused.add_metric([rank], load.gc_pause_s)
@@ -284,7 +284,7 @@ class Readings(Collector):
             (rank, BucketCounts(STEP_BOUNDS, load.step_counts, load.step_tokens)) for rank, load in loads
         ]
         yield histograms(PREFIX + "step_tokens", text, "dp_rank", steps)
-        text = "The longest time for which a control operation kept a replica from forward passes."
+        text = "The longest time for which a control operation delayed a replica's forward passes."
         stalls = _stalls([load.stalls for _, load in loads])
         yield histograms(CONTROL_PREFIX + "control_operation_stall_seconds", text, "operation", stalls)
 
@@ -313,7 +313,7 @@ class Readings(Collector):
         resident = [((tag.value,), sum(report.resident_bytes for report in reports)) for tag, reports in tags]
         yield _gauge(PREFIX + "resident_bytes", "Device memory by tag, all ranks.", resident, "tag")
         backup = [((tag.value,), sum(report.backup_bytes for report in reports)) for tag, reports in tags]
-        text = "Host memory that keeps what was released."
+        text = "Host memory with copies of released memory."
         yield _gauge(CONTROL_PREFIX + "backup_bytes", text, backup, "tag")
         text, version = "The version of the weights that serve.", {"version": state.weight_version}
         yield InfoMetricFamily(CONTROL_PREFIX + "weight_version", text, version)
