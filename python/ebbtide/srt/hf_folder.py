@@ -69,7 +69,7 @@ def local_folder(argument: str, given: str, revision: str | None, *, with_weight
         return Path(snapshot_download(given, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"{argument}: {given!r} is not a folder, and the hub did not deliver it: {_first_line(error)}"
+            f"{argument}: {given!r} is not a folder, and the hub download failed: {_first_line(error)}"
         ) from error
 
 
@@ -223,8 +223,8 @@ def quantization(
         return wanted, ()
     if wanted not in (None, stored[0]):
         raise ConfigurationError(
-            f"quantization={wanted}: the weights in {folder} are kept as {stored[0]} already: expected that, "
-            "or nothing"
+            f"quantization={wanted}: the weights in {folder} are {stored[0]} already: expected that, or "
+            "nothing"
         )
     return stored
 
@@ -273,7 +273,7 @@ def _compressed_tensors(folder: Path, fields: dict[str, Any]) -> tuple[str, tupl
     found = [_fields_of(group, expected) for group in groups]
     if found != [expected]:
         raise ConfigurationError(
-            f"{folder}/config.json: quantization_config: expected of compressed-tensors one group, "
+            f"{folder}/config.json: quantization_config: expected one group of compressed-tensors, "
             f"{expected}, got {found}"
         )
     return "w8a8_fp8", _names(folder, "ignore", fields.get("ignore") or [])

@@ -35,7 +35,7 @@ def whole(server: Server) -> list[int]:
 def test_an_output_goes_on_in_several_requests_and_both_dialects(server: Server, whole: list[int]) -> None:
     first = generate(server, input_ids=PROMPT, rid="first", sampling_params={**PARAMS, "max_new_tokens": 15})
     assert first["output_ids"] == whole[:15]
-    assert "has all of its 15 tokens" in generate(server, 400, continue_from="first")["message"]
+    assert "has reached its 15 tokens" in generate(server, 400, continue_from="first")["message"]
 
     params = {"temperature": 1.0, "ignore_eos": True, "presence_penalty": 0.7, "repetition_penalty": 1.2}
     body = {"continue_from": "first", "request_id": "second", "return_token_ids": True}
@@ -102,7 +102,7 @@ def test_an_output_is_nothing_to_those_who_do_not_bring_the_key_of_its_request(
         asked = {"continue_from": "secret", "sampling_params": {}, **more}
         refused = server.post(path, asked, headers=other)
         assert refused.status_code == 400
-        assert "nothing is known of 'secret'" in refused.json()["message"]
+        assert "there is no output 'secret'" in refused.json()["message"]
     # Nor are rids told, or taken by others.
     unknown = server.post("/generate", {"continue_from": "x"}, headers=own).json()["message"]
     assert "secret" not in unknown
@@ -114,7 +114,7 @@ def test_an_output_is_nothing_to_those_who_do_not_bring_the_key_of_its_request(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"continue_from": "nobody"}, "nothing is known of 'nobody'"),
+        ({"continue_from": "nobody"}, "there is no output 'nobody'"),
         ({"continue_from": "known", "input_ids": [1]}, "expected no prompt"),
         ({"continue_from": "known", "text": "a"}, "expected no prompt"),
         ({"continue_from": "known", "sampling_params": {"n": 2}}, "expected n = 1, got 2"),

@@ -47,7 +47,7 @@ class LoopThread:
     def check_open(self) -> None:
         if not self._is_ours:
             raise EngineError(
-                f"the {self._owner} belongs to process {self._owner_pid}, and this is a fork: ask it there"
+                f"the {self._owner} belongs to process {self._owner_pid}, and this is a fork: use it there"
             )
         if not self._is_open:
             raise EngineError(f"the {self._owner} has been shut down")

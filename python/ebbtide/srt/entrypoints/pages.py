@@ -20,14 +20,14 @@ from ebbtide.srt.entrypoints.service import EngineService
 
 _LINKS = (
     ("dashboard", "memory, weights and requests, live"),
-    ("docs", "every path, its fields and answers; a form to try it"),
-    ("openapi.json", "the same for programs"),
+    ("docs", "the API reference: every path with its fields and answers, and forms to try them"),
+    ("openapi.json", "the same as an OpenAPI document"),
     ("model_info", "the model and the version of its weights"),
     ("memory_occupation", "memory by tag"),
-    ("v1/models", "what OpenAI clients ask first"),
-    ("v1/loads", "what there is to do"),
+    ("v1/models", "the model and its adapters, for OpenAI clients"),
+    ("v1/loads", "the load of every replica"),
     ("metrics", "for Prometheus, with --enable-metrics"),
-    ("health", "whether all processes live"),
+    ("health", "whether all processes are alive"),
 )
 _ITEMS = "\n".join(f'<li><a href="{path}">/{path}</a>: {what}</li>' for path, what in _LINKS)
 _ROOT = f"""<!doctype html>

@@ -79,8 +79,8 @@ class BodyReader:
             return await asyncio.to_thread(decode_in_pieces, body, binary_fields)
         except TimeoutError:
             raise RequestRejected(
-                f"the body: {len(body)} bytes came, and not the rest: expected more every "
-                f"{self._patience_s:g} s, and {LEAST_BYTES_PER_S} in a second",
+                f"the body: only {len(body)} bytes have arrived: expected more every "
+                f"{self._patience_s:g} s, and on average {LEAST_BYTES_PER_S} per second",
                 408,
             ) from None
         finally:
@@ -92,7 +92,7 @@ class BodyReader:
         limit = max(self._max_held_bytes, max_bytes)
         if self._held_bytes + len(chunk) > limit:
             raise RequestRejected(
-                f"the body: all that are being read hold at most {limit} bytes together: try again later", 503
+                f"the body: all bodies being read may have {limit} bytes together: try again later", 503
             )
         body += chunk
         self._held_bytes += len(chunk)

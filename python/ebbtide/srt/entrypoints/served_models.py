@@ -92,7 +92,7 @@ class ServedModels:
             also = ", without adapters (LoRA is not enabled: --enable-lora)"
         raise RequestRejected(
             f"model: there is no {given[:200]!r} here: {self._model.served_model_name!r} is served{also} "
-            "(--served-model-name '*' has any name mean it)",
+            "(with --served-model-name '*' any name means it)",
             404,
             param="body.model",
         )

@@ -114,8 +114,8 @@ class EngineService:
     ) -> None:
         if config.parallel.node_rank != 0:
             raise ConfigurationError(
-                f"node_rank={config.parallel.node_rank}: requests come to node 0; the others only lend their "
-                "ranks, by `python -m ebbtide.launch_server`"
+                f"node_rank={config.parallel.node_rank}: only node 0 takes requests; start the other nodes "
+                "with `python -m ebbtide.launch_server`"
             )
         self.config = config
         self._started_s = time.monotonic()

@@ -247,7 +247,7 @@ class TestUpdates:
         refused = client.post("/update_weights", {"update_info": INFO}, status=409)
         assert "call /init_weight_transfer_engine" in refused["message"]
         refused = client.post("/finish_weight_update", status=409)
-        assert "the update failed; nothing was committed: no trainer has been met" in refused["message"]
+        assert "the update failed; nothing was committed: no trainer is connected" in refused["message"]
         assert client.get("/weight_info")["weight_version"] == "default"
         client.post("/start_weight_update")
         assert client.post("/finish_weight_update")["success"]

@@ -108,7 +108,7 @@ def test_a_process_that_was_killed_is_started_again_and_ends_a_grammar_that_take
         os.kill(process.pid, signal.SIGKILL)
         await asyncio.to_thread(wait_until, lambda: process.has_ended, "it has ended")
         slow.cancel()
-        with pytest.raises(RequestRejected, match="it goes too deep, or takes more than 16777216 bytes"):
+        with pytest.raises(RequestRejected, match="recurses too deeply, or takes more than 16777216 bytes"):
             await process.compile(SLOW, [], 600.0)
         assert await process.compile(QUICK, [], HANG_S)
 

@@ -59,7 +59,7 @@ LIBRARY_DEFAULTS = {
 }
 
 
-_KILLED = "; if nobody killed it, the kernel did for want of memory (dmesg and the container's limit say so)"
+_KILLED = "; perhaps by the kernel, because memory ran out (see dmesg and the container's limit)"
 # Modules that early processes import: all ranks, ranks with a tokenizer, and ranks on a GPU.
 PRELOAD: Final = ("ebbtide.srt.managers.scheduler_process",)
 PRELOAD_TOKENIZER: Final = ("transformers.models.auto.tokenization_auto", "xgrammar")

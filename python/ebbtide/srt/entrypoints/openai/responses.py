@@ -82,9 +82,7 @@ def as_chat(fields: Mapping[str, Any]) -> tuple[ResponsesRequest, Fields]:
     reasoning = request.reasoning or {}
     for name in ("summary", "generate_summary"):
         if reasoning.get(name) not in (None, "auto"):
-            raise RequestRejected(
-                f"reasoning.{name}: expected null or 'auto': reasoning is returned as it is"
-            )
+            raise RequestRejected(f"reasoning.{name}: expected null or 'auto': reasoning is not summarised")
     effort = reasoning.get("effort")
     options = template_options(fields, thinks=False if effort == "none" else None, effort=effort)
     chat = {

@@ -119,7 +119,7 @@ class RemoteCalls:
         """
         if asked.method not in self._methods:
             raise RequestRejected(
-                "collective_rpc runs arbitrary code in the worker and is not offered; known methods: "
+                "collective_rpc does not run arbitrary code in the workers here; known methods: "
                 f"{', '.join(self._methods)}",
                 501,
                 param="body.method",

@@ -253,7 +253,7 @@ class VllmWeightTransfer:
         is_ready = os.path.exists(Path(folder, READY_FILE))
         if is_ready and not is_met and not has_weights(Path(folder)):
             raise RequestRejected(
-                f"{folder} holds no checkpoint, and no broadcasting trainer has been met: write the weights "
+                f"{folder} holds no checkpoint, and no broadcasting trainer is connected: write the weights "
                 "there, or call /init_broadcaster",
                 409,
             )
@@ -273,7 +273,7 @@ class VllmWeightTransfer:
 
     def _require_group(self) -> InitInfo:
         if self._init_info is None or GROUP not in self._service.state.weight_groups:
-            raise RequestRejected("no trainer has been met: call /init_weight_transfer_engine", 409)
+            raise RequestRejected("no trainer is connected: call /init_weight_transfer_engine", 409)
         return self._init_info
 
     def _checked_init(self, given: Mapping[str, Any]) -> InitInfo:
@@ -307,7 +307,7 @@ class VllmWeightTransfer:
         base = 0 if serving == FIRST_VERSION else int(serving) if serving.isdecimal() else None
         if base is None:
             raise RequestRejected(
-                f"the engine serves {serving[:200]!r}, which is no version of a chain: update it whole first",
+                f"the engine serves {serving[:200]!r}, which was not published: update all weights first",
                 409,
             )
         target = max(base, asked.target_version)
@@ -371,7 +371,7 @@ class VllmWeightTransfer:
             return UpdateWeightFromDiskReqInput, {**await self._fetched(entries[0]), **common}
         if any(entry.get("ipc_handles") is not None for entry in entries):
             raise RequestRejected(
-                "ipc_handles: over HTTP they come as ipc_handles_pickled", param=f"{UPDATE_INFO}.ipc_handles"
+                "ipc_handles: expected ipc_handles_pickled over HTTP", param=f"{UPDATE_INFO}.ipc_handles"
             )
         if any(entry.get("ipc_handles_pickled") is not None for entry in entries):
             return UpdateWeightsFromTensorReqInput, {**_lent(entries, self._num_ranks), **common}
@@ -410,7 +410,7 @@ class VllmWeightTransfer:
         session = self._service.state.session
         if session is not None and not self._is_started:
             raise RequestRejected(
-                "the weight update session that is open was begun by /begin_weight_update: "
+                "the open weight update session was begun by /begin_weight_update: "
                 "/update_weights_from_* take its parts, /end_weight_update commits it, and "
                 "/abort_weight_update discards it",
                 409,

@@ -69,7 +69,7 @@ class EndedOutput:
         left = self.params.max_new_tokens - self.num_new
         if left < 1:
             raise RequestRejected(
-                f"continue_from: {self.rid!r} has all of its {self.num_new} tokens: give sampling_params"
+                f"continue_from: {self.rid!r} has reached its {self.num_new} tokens: give sampling_params"
             )
         return left
 
@@ -145,8 +145,8 @@ class EndedOutputs:
             return self._kept[client.key, rid]
         # The message lists no other rids: whoever knows a rid can read the prompt of its request.
         raise RequestRejected(
-            f"continue_from: nothing is known of {rid[:200]!r}: the last {MAX_KEPT} outputs are kept for "
-            f"{KEPT_S:g} s, for those who send the key of their requests"
+            f"continue_from: there is no output {rid[:200]!r} to continue: the last {MAX_KEPT} are kept for "
+            f"{KEPT_S:g} s, for clients with the same API key"
         )
 
     def find(self, rids: Sequence[str], client: Caller = NOBODY) -> str | None:

@@ -283,8 +283,8 @@ class RequestNormalizer:
             max_new_tokens = (room if asked is None else min(asked, room)) + len(output_ids)
             if params.min_new_tokens > max_new_tokens:
                 raise RequestRejected(
-                    f"sampling_params.min_new_tokens: expected at most {max_new_tokens}, which is what fits "
-                    f"behind a prompt of {len(prompt)} tokens, got {params.min_new_tokens}"
+                    f"sampling_params.min_new_tokens: expected at most {max_new_tokens}, which fit "
+                    f"after a prompt of {len(prompt)} tokens, got {params.min_new_tokens}"
                 )
             start = own.logprob_start_len
             _check_num_logprobs(own, max_new_tokens + (len(prompt) - start if start >= 0 else 0))
@@ -379,7 +379,7 @@ def _returns_sampling_mask(request: GenerateReqInput, params: SamplingParams, vo
     if not is_bounded and not params.is_greedy:
         name = "return_sampling_mask" if request.return_sampling_mask else "return_top_p_token_ids"
         raise RequestRejected(
-            f"{name}: expected top_k, top_p or min_p, or greedy sampling: there is no bound"
+            f"{name}: expected top_k, top_p or min_p, or greedy sampling: else it has no bound"
         )
     return bool(request.return_sampling_mask)
 

@@ -158,7 +158,7 @@ class CompilerProcess:
         if time.monotonic() - began_s >= limit_s:
             return None
         raise RequestRejected(
-            f"sampling_params.{spec.kind}: does not compile: it goes too deep, or takes more than "
+            f"sampling_params.{spec.kind}: does not compile: it recurses too deeply, or takes more than "
             f"{self._start.memory_bytes} bytes of memory"
         )
 
