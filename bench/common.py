@@ -1,4 +1,4 @@
-"""What every benchmark writes: its results, and what they were measured on."""
+"""Writes a benchmark's results, with the hardware, the commit and the versions of packages."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ import ebbtide
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 PACKAGES = ("torch", "transformers", "numpy", "msgspec", "pyzmq")
-# Where they are installed.
+# Listed if they are installed.
 GPU_PACKAGES = ("flashinfer-python", "triton", "cuda-bindings", "torch_memory_saver", "nvidia-ml-py")
 
 
 def write_result(name: str, results: dict[str, Any]) -> Path:
-    """Write `bench/results/<name>.json`, replacing the last one, and return its path.
+    """Write `bench/results/<name>.json`, replacing an older one; returns its path.
 
-    `EBBTIDE_BENCH_RESULTS` names another folder, `EBBTIDE_BENCH_COMMIT` the commit of a copy without its git.
+    The environment may set another folder (`EBBTIDE_BENCH_RESULTS`), and the commit of a copy without a git
+    repository (`EBBTIDE_BENCH_COMMIT`).
 
     Args:
-        results: every run, not only the medians; plain JSON values.
+        results: all runs, not only medians, as JSON values.
     """
     content = {
         "benchmark": name,
@@ -39,7 +40,7 @@ def write_result(name: str, results: dict[str, Any]) -> Path:
         "versions": {"python": platform.python_version(), "ebbtide": ebbtide.__version__}
         | {package: version(package) for package in PACKAGES}
         | _installed(GPU_PACKAGES),
-        # What changes how threads work together, and with it every figure on a CPU.
+        # Settings of thread libraries, which change all figures on a CPU.
         "environment": {
             name: value
             for name, value in os.environ.items()
@@ -55,7 +56,7 @@ def write_result(name: str, results: dict[str, Any]) -> Path:
 
 
 def by_rows(content: dict[str, Any]) -> str:
-    """Format JSON with a line for each row of results, for each of their other fields, and of the rest."""
+    """Format JSON with one line for each row of results, and for each other field."""
     lines = []
     for key, value in content.items():
         text = json.dumps(value)
@@ -76,7 +77,7 @@ def _lines(value: Any, depth: int) -> str:
 
 
 def hardware() -> dict[str, Any]:
-    """The machine, and how busy others kept it: figures of a loaded machine are to be read with care."""
+    """The machine, and its load by other programs, with which figures are less reliable."""
     return {
         "cpu": _cpu_model(),
         "num_cores": len(os.sched_getaffinity(0)),
@@ -88,7 +89,7 @@ def hardware() -> dict[str, Any]:
 
 
 def _gpus() -> dict[str, Any]:
-    """The GPUs, their driver, and the CUDA that torch was built for; nothing on a machine without any."""
+    """The GPUs, their driver, and torch's CUDA version; empty without GPUs."""
     if shutil.which("nvidia-smi") is None:
         return {}
     fields = "name,memory.total,driver_version"
@@ -123,7 +124,7 @@ def _cpu_model() -> str:
 
 
 def _commit() -> dict[str, Any]:
-    """The commit, and whether files differ from it; null where nobody can say."""
+    """The commit, and whether files differ from it; null: unknown."""
     commit = _git("rev-parse", "HEAD")
     if (given := os.environ.get("EBBTIDE_BENCH_COMMIT")) is not None or not commit:
         return {"commit": given, "uncommitted_changes": None}

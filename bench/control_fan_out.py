@@ -1,13 +1,13 @@
-"""What a control request costs as replicas are added: its acknowledgement, and the API process's share.
+"""Measures control requests by number of replicas: time to the reply, and CPU time of the API process.
 
-So many schedulers with null parts, each a thread with its real loop and its own ZMQ channels, in one process
-of their own; opposite them the manager and the data-parallel controller as the API process has them. Every
-message is a real one. Replicas that would be on machines of their own share this one's cores here: so the
-time to the acknowledgement is an upper bound, and what counts is what the API process spends on each call.
+The replicas are schedulers with null parts in one process. Each is a thread with the real loop and its own
+ZMQ channels. The manager and the data-parallel controller are those of the API process, and all messages are
+real. Here all replicas share this machine's cores, so the time to the reply is an upper bound; what counts is
+the API process's CPU time per call.
 
-Memory and weights only count. An update brings real references, to as many tensors as Llama-3.1-8B has, which
-nobody opens: as one entry for every replica, and as an entry for each. Another brings its data in the body,
-for as many replicas as this machine has memory for.
+Memory and weights are null parts. An update has real references to as many tensors as Llama-3.1-8B has, which
+are not opened: one entry for all replicas, or one for each. Another update has its data in the body, for as
+many replicas as this machine has memory for.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ LAYER_TENSORS = (
     "input_layernorm",
     "post_attention_layernorm",
 )
-# Two for each replica, and ZMQ's own limit is 1,023.
+# Two sockets for each replica; ZMQ's default limit is 1,023.
 MAX_SOCKETS = 8192
 MAX_RUNNING_REQUESTS = 8
 DATA_BYTES = 8 << 20
@@ -84,7 +84,7 @@ TIMEOUT_S = 300.0
 
 
 class ReferencedWeights(NullWeights):
-    """Null weights that take any entry, unopened."""
+    """Null weights that accept any entry without opening it."""
 
     def open(self, request: WeightUpdateRequest) -> Slices[WritePlan]:
         if isinstance(request, UpdateWeightsFromTensorReqInput):
@@ -94,7 +94,7 @@ class ReferencedWeights(NullWeights):
 
 
 def run_replica(config: EngineConfig, addresses: ChannelAddresses, started: threading.Semaphore) -> None:
-    """A replica of one rank. Does not return."""
+    """Run a replica of one rank. Does not return."""
     inbox, outputs = open_rank_channels(config, addresses)
     parts = null_parts(config, ReferencedWeights(NullRunner()))
     scheduler = assemble_scheduler(config, parts, inbox, outputs)
@@ -103,7 +103,7 @@ def run_replica(config: EngineConfig, addresses: ChannelAddresses, started: thre
 
 
 def host_replicas(config: EngineConfig, replicas: Sequence[ChannelAddresses], pipe: Connection) -> None:
-    """Run replicas, each in a thread, until the other end of the pipe closes."""
+    """Run replicas, each in a thread, until the other end of the pipe is closed; then end the process."""
     _allow_many_files()
     zmq.Context.instance().set(zmq.MAX_SOCKETS, MAX_SOCKETS)
     started = threading.Semaphore(0)
@@ -126,7 +126,7 @@ def _allow_many_files() -> None:
 
 
 class CountingInbox:
-    """The manager's channel, which counts the bytes of what comes while it is told to."""
+    """The manager's channel, which counts received bytes while `num_bytes` is not None."""
 
     def __init__(self, inner: Receiver[ManagerInput]) -> None:
         self._inner = inner
@@ -143,7 +143,7 @@ class CountingInbox:
 
 
 class CountingSender(Sender[Any]):
-    """A replica's channel, likewise."""
+    """A channel to a replica, which counts sent bytes while `num_bytes` is not None."""
 
     num_bytes: int | None = None
 
@@ -154,7 +154,7 @@ class CountingSender(Sender[Any]):
 
 
 class Api:
-    """The manager over so many replicas: with the controller, or for one without, as an engine has it."""
+    """The API process's manager; with several replicas, also the data-parallel controller."""
 
     def __init__(self, config: EngineConfig, replicas: Sequence[ChannelAddresses], method: str) -> None:
         self.senders = [CountingSender(addresses.scheduler) for addresses in replicas]
@@ -171,7 +171,7 @@ class Api:
         await self.manager.control.call(request, TIMEOUT_S)
 
     async def bytes_of(self, request: AnyControlRequest) -> dict[str, int]:
-        """What a call sends to all replicas, and gets back."""
+        """Bytes that a call sends to all replicas, and that it receives."""
         self.inbox.num_bytes = 0
         for sender in self.senders:
             sender.num_bytes = 0
@@ -185,7 +185,7 @@ class Api:
 
 @contextmanager
 def hosted(num_replicas: int) -> Iterator[tuple[EngineConfig, list[ChannelAddresses], psutil.Process]]:
-    """Replicas in a process of their own."""
+    """Run replicas in another process."""
     args = null_args(
         dp_size=num_replicas, enable_weights_cpu_backup=True, max_running_requests=MAX_RUNNING_REQUESTS
     )
@@ -209,7 +209,7 @@ def hosted(num_replicas: int) -> Iterator[tuple[EngineConfig, list[ChannelAddres
 
 
 def payload_of_references() -> bytes:
-    """What a trainer sends for all tensors of Llama-3.1-8B, but that they have one element each."""
+    """A payload for all tensors of Llama-3.1-8B, with one element each."""
     names = [f"model.layers.{layer}.{name}.weight" for layer in range(NUM_LAYERS) for name in LAYER_TENSORS]
     names += ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
     with serialize_tensors([(name, torch.zeros(1)) for name in names]) as shared:
@@ -217,7 +217,7 @@ def payload_of_references() -> bytes:
 
 
 def calls(num_replicas: int) -> dict[str, AnyControlRequest]:
-    """By what they are called here, in an order that leaves everything as it was."""
+    """The requests by name, in an order that restores the state at the end."""
     payload = payload_of_references()
     every, each = [payload], [payload] * num_replicas
     updates = {"one entry": every, "an entry each": each}
@@ -266,7 +266,7 @@ async def measure_calls(api: Api, hosts: psutil.Process, num_runs: int) -> list[
 
 
 async def measure_dispatch(api: Api, method: str) -> dict[str, Any]:
-    """What it takes to check a generation, choose its replica and send it; the replicas are paused."""
+    """CPU time to check a generation request, choose its replica and send it. The replicas are paused."""
     await api.call(PauseGenerationReqInput())
     prompt = list(range(PROMPT_LEN))
     runs = []
@@ -301,7 +301,7 @@ async def measure(
 
 
 def table(results: dict[str, Any]) -> str:
-    """The table of docs/scaling.md: of calls the API process's CPU, and when they were acknowledged."""
+    """The table of docs/scaling.md: CPU time of the API process, and in parentheses the time to the reply."""
     numbers = sorted({row["num_replicas"] for row in results["calls"]})
     by_call: dict[str, dict[int, dict[str, Any]]] = {}
     for row in results["calls"]:

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: shapes, the machine's own limits, rows that survive a failure, servers."""
+"""Shared code of the GPU benchmarks: shapes of models, the machine's limits, rows of results, servers."""
 
 # mypy: disable-error-code="no-any-return"
 
@@ -36,10 +36,11 @@ START_TIMEOUT_S = 400.0
 
 @dataclass(frozen=True)
 class Shape:
-    """A model of which only the configuration exists. bfloat16: 2 bytes per number.
+    """A model with a configuration only, in bfloat16: 2 bytes per number.
 
     Attributes:
-        server_args: further `ServerArgs` with which it is measured.
+        config: fields of its config.json.
+        server_args: further `ServerArgs` to measure it with.
     """
 
     config: dict[str, Any]
@@ -49,7 +50,7 @@ class Shape:
         return self.config[name]
 
     def write(self, folder: Path) -> Path:
-        """A model folder with nothing but its config.json."""
+        """Write a model folder with only a config.json; returns the folder."""
         folder.mkdir(parents=True, exist_ok=True)
         fixed = {"dtype": "bfloat16", "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
         (folder / "config.json").write_text(json.dumps(fixed | self.config))
@@ -57,7 +58,7 @@ class Shape:
 
     @property
     def _attention_params(self) -> int:
-        """Of a layer."""
+        """Parameters of attention in one layer."""
         hidden, num_heads = self["hidden_size"], self["num_attention_heads"]
         if self._is_latent:
             rank, query_dim = self["kv_lora_rank"], self["qk_nope_head_dim"] + self["qk_rope_head_dim"]
@@ -73,18 +74,18 @@ class Shape:
 
     @property
     def _num_linear(self) -> int:
-        """Layers with linear attention."""
+        """Number of layers with linear attention."""
         return int(self.config.get("layer_types", ()).count("linear_attention"))
 
     @property
     def _linear_sizes(self) -> tuple[int, int]:
-        """Of such a layer: numbers of all queries, or keys, and of all values."""
+        """Sizes of a linear-attention layer: of all keys (and of all queries), and of all values."""
         keys = self["linear_num_key_heads"] * self["linear_key_head_dim"]
         return keys, self["linear_num_value_heads"] * self["linear_value_head_dim"]
 
     @property
     def _mixer_params(self) -> int:
-        """Of all layers."""
+        """Parameters of attention and linear attention in all layers."""
         attention = (self["num_hidden_layers"] - self._num_linear) * self._attention_params
         if not self._num_linear:
             return int(attention)
@@ -93,7 +94,7 @@ class Shape:
 
     @property
     def state_bytes(self) -> int:
-        """What a request keeps in layers with linear attention; a decode step reads and writes it."""
+        """Bytes of a request's state in linear-attention layers. A decode step reads and writes it."""
         if not self._num_linear:
             return 0
         keys, values = self._linear_sizes
@@ -106,17 +107,17 @@ class Shape:
 
     @property
     def _row_size(self) -> int:
-        """Numbers that are kept of a token with latent attention."""
+        """Numbers in the KV cache for a token in a layer with latent attention."""
         return int(self["kv_lora_rank"] + self["qk_rope_head_dim"])
 
     @property
     def num_experts(self) -> int:
-        """Of a layer that has some."""
+        """Experts of a layer that has experts; 0: none has."""
         names = ("num_experts", "n_routed_experts", "num_local_experts")
         return int(next((self[name] for name in names if name in self.config), 0))
 
     def _mlp_params(self, num_experts: float) -> float:
-        """Of all layers, of which those with experts read this many."""
+        """Parameters of the MLPs of all layers, with this many experts in layers that have some."""
         hidden, num_layers = self["hidden_size"], self["num_hidden_layers"]
         if not self.num_experts:
             return float(num_layers * 3 * hidden * self["intermediate_size"])
@@ -132,8 +133,11 @@ class Shape:
         return int(self["vocab_size"] * self["hidden_size"])
 
     def decode_weight_bytes(self, batch_size: int) -> float:
-        """What one decode step must read: every matrix once, of the embedding only rows, of the experts those
-        that a batch with uniformly drawn experts is expected to use."""
+        """Bytes of weights that a decode step must read.
+
+        Every matrix is read once, except the embedding (only rows) and the experts (as many as a batch is
+        expected to use if experts are drawn uniformly).
+        """
         num_used = 0.0
         if total := self.num_experts:
             num_used = total * (1 - (1 - self["num_experts_per_tok"] / total) ** batch_size)
@@ -147,8 +151,10 @@ class Shape:
         return int((self["num_hidden_layers"] - self._num_linear) * per_layer)
 
     def kv_bytes(self, context_len: int) -> int:
-        """What a decode step reads of a request of so many tokens, of layers with windows those alone, and
-        what it reads and writes of its state."""
+        """Bytes that a decode step reads for a request with this many tokens, and writes to its state.
+
+        Layers with a sliding window read the window only.
+        """
         types = self.config.get("layer_types", ())
         share = types.count("sliding_attention") / len(types) if types else 0.0
         seen = min(context_len, self["sliding_window"]) if share else context_len
@@ -156,10 +162,10 @@ class Shape:
         return int(self.kv_bytes_per_token * tokens) + 2 * self.state_bytes
 
     def flops(self, num_tokens: float, context_len: float, num_sampled: float) -> float:
-        """Of a forward pass over `num_tokens`, each of which attends to `context_len` tokens on average."""
+        """Operations of a forward pass over `num_tokens`, which attend to `context_len` tokens on average."""
         layers, num_experts = self["num_hidden_layers"], self.config.get("num_experts_per_tok", 0)
         linear = 2 * (self._mixer_params + self._mlp_params(num_experts))
-        # What keys and values have, expanded: no engine need do more.
+        # Latent attention is counted with expanded keys and values: no engine needs to do more.
         sizes = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         both_dims = sum(self[name] for name in sizes) if self._is_latent else 2 * self["head_dim"]
         attention = 2 * (layers - self._num_linear) * self["num_attention_heads"] * both_dims * context_len
@@ -167,19 +173,19 @@ class Shape:
 
 
 class HybridShape(Shape):
-    """One of which each layer is Mamba-2, attention, an MLP or experts, as the letters of its pattern say."""
+    """A model whose layers are Mamba-2 (M), attention (*), an MLP (-) or experts (E), by its pattern."""
 
     def _count(self, letter: str) -> int:
         return int(self["hybrid_override_pattern"].count(letter))
 
     @property
     def _num_linear(self) -> int:
-        """Layers without attention."""
+        """Number of layers without attention."""
         return int(self["num_hidden_layers"] - self._count("*"))
 
     @property
     def _scan_sizes(self) -> tuple[int, int]:
-        """Of a layer with Mamba-2: inner numbers, and channels of the convolution."""
+        """Sizes of a Mamba-2 layer: inner size, and channels of the convolution."""
         inner = self["mamba_num_heads"] * self["mamba_head_dim"]
         return inner, inner + 2 * self["n_groups"] * self["ssm_state_size"]
 
@@ -204,9 +210,9 @@ class HybridShape(Shape):
 
 
 def _read_shapes() -> dict[str, Shape]:
-    """By name: as the config.json of these models says, or the defaults of transformers' configs (Qwen3.5).
+    """Shapes by name, from the models' config.json or the defaults of transformers' configs (Qwen3.5).
 
-    gpt-oss has its experts in bfloat16.
+    The experts of gpt-oss are in bfloat16.
     """
     configs = json.loads((Path(__file__).parent / "shapes.json").read_text())
     return {
@@ -221,7 +227,7 @@ SHAPES["llama8b-transformers"] = replace(SHAPES["llama8b"], server_args={"model_
 
 
 def checkpoint_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a checkpoint, experts apart from each other as trainers send them."""
+    """Names and shapes of a checkpoint's tensors. Experts are separate tensors, as trainers send them."""
     config = AutoConfig.for_model(**shape.config)
     model = build_model(shape["architectures"][0], config, torch.bfloat16, torch.device("cpu"))
     return {name: target.shape for name, target in model.checkpoint_map().items()}
@@ -242,12 +248,13 @@ def empty_cache(device: str) -> None:
 
 @dataclass
 class Machine:
-    """Rates measured in this process, before an engine is there. All runs; what counts is the best.
+    """The machine's rates, measured in this process before an engine starts. The best run counts.
 
     Attributes:
-        copy_bytes_per_s: device to device, bytes read and written.
-        flops: bfloat16 matrix product of random numbers, operations per second.
-        to_host_bytes_per_s, to_device_bytes_per_s: pinned memory.
+        runs: all runs, by name.
+        copy_bytes_per_s: copies on the device, counting bytes read and bytes written.
+        flops: operations per second of a bfloat16 matrix product of random numbers.
+        to_host_bytes_per_s, to_device_bytes_per_s: copies to and from pinned memory.
     """
 
     runs: dict[str, list[float]] = field(default_factory=dict)
@@ -276,7 +283,7 @@ class Machine:
         self._note("matmul", device, 2 * size**3, lambda: torch.mm(left, right, out=product))
 
     def measure_sustained(self, device: str, *, tiny: bool = False) -> None:
-        """The matrix product again and again, a rate for each half second: power limits lower the clocks."""
+        """Repeat the matrix product, and note a rate for each half second: power limits lower the clocks."""
         size, num_windows, window_s = (128, 1, 0.01) if tiny else (8192, 8, 0.5)
         left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
         product = torch.empty_like(left)
@@ -326,7 +333,7 @@ class Machine:
 
 
 def parser_of(docstring: str | None) -> argparse.ArgumentParser:
-    """The arguments that every GPU benchmark takes."""
+    """A parser with the arguments of all GPU benchmarks."""
     parser = argparse.ArgumentParser(
         description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -365,14 +372,14 @@ def shape_of(args: argparse.Namespace, name: str) -> Shape:
 
 @contextmanager
 def model_folder(args: argparse.Namespace, name: str) -> Iterator[tuple[Shape, Path]]:
-    """The shape of this name (the tiny one with `--tiny`) in a folder of its own."""
+    """A shape by name, or the tiny one with `--tiny`, and a temporary model folder with it."""
     with tempfile.TemporaryDirectory(prefix="eb-") as folder:
         shape = shape_of(args, name)
         yield shape, shape.write(Path(folder) / "model")
 
 
 def wall_ms(action: Callable[[], Any]) -> tuple[Any, float]:
-    """What an action returns, and the milliseconds that it took."""
+    """Call an action; returns its result, and the milliseconds that it took."""
     started = time.perf_counter()
     result = action()
     return result, (time.perf_counter() - started) * 1e3
@@ -382,7 +389,7 @@ def wall_ms(action: Callable[[], Any]) -> tuple[Any, float]:
 
 
 class Report:
-    """The rows of one benchmark. One that fails is recorded with its error, and the rest goes on."""
+    """The rows of a benchmark's results. A row that fails gets its error, and the benchmark goes on."""
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         self._name = name
@@ -392,7 +399,7 @@ class Report:
 
     @contextmanager
     def attempt(self, *keys: str) -> Iterator[None]:
-        """What is measured within are the rows of these keys. KeyError, at once: one is not in `GOALS`."""
+        """In this context, an exception becomes the rows' error. KeyError: a key is not in `GOALS`."""
         for key in keys:
             GOALS[key]
         try:
@@ -418,13 +425,15 @@ class Report:
         goal_value: float | None = None,
         **details: Any,
     ) -> None:
-        """Note a row: its value is the median of the runs, or the best.
+        """Add a row and write the file.
 
         Args:
-            runs: in the unit of its goal.
-            goal_value: the goal, where it hangs on another measurement.
-            limit: in the same unit, what this machine allows.
-            details: whatever else was measured.
+            runs: in the unit of the goal.
+            limit: the best that this machine allows, in the same unit; None: unknown.
+            limit_basis: how the limit was determined.
+            best: whether the row's value is the best run, not the median.
+            goal_value: replaces the goal, if it depends on another measurement.
+            details: other measurements, as JSON values.
         """
         goal = GOALS[key]
         wanted = goal.goal if goal_value is None else goal_value
@@ -445,11 +454,11 @@ class Report:
             **details,
         }
         print(self._line(key), flush=True)
-        # At once: what stops the script later takes nothing back.
+        # Written after each row, in case the script is stopped later.
         self._write()
 
     def finish(self) -> None:
-        """Print the table and write the file; figures of a tiny model or a CPU go into no file."""
+        """Print the table and write the file. Figures of the tiny model or of a CPU are not written."""
         print(f"\n{self._name}")
         for key in self.rows:
             print(self._line(key))
@@ -486,7 +495,7 @@ class Report:
 
 @dataclass
 class Server:
-    """`python -m ebbtide.launch_server` in a process of its own, and its log by line with seconds."""
+    """`python -m ebbtide.launch_server` in another process. `started`: by `time.perf_counter`."""
 
     process: subprocess.Popen[bytes]
     url: str
@@ -498,7 +507,7 @@ class Server:
         return self.log_file.read_text(errors="replace")
 
     def wait_ready(self, path: str = "/health") -> None:
-        """Raises RuntimeError with the end of the log if it ends, or is not ready in time."""
+        """Wait until a path answers 200. RuntimeError, with the log's end: it ended, or is late."""
         while time.perf_counter() - self.started < START_TIMEOUT_S:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the server ended: {self.log[-2000:]}")
@@ -513,7 +522,7 @@ class Server:
 
 @contextmanager
 def running_server(arguments: dict[str, Any]) -> Iterator[Server]:
-    """Start a server of these `ServerArgs` (without waiting until it is ready); ended on the way out."""
+    """Start a server with these `ServerArgs`, without waiting until it is ready; end it at the end."""
     port = _free_port()
     with tempfile.TemporaryDirectory(prefix="eb-") as folder:
         log_file = Path(folder) / "log"
@@ -539,7 +548,7 @@ def running_server(arguments: dict[str, Any]) -> Iterator[Server]:
 
 
 def flags(arguments: dict[str, Any]) -> list[str]:
-    """`ServerArgs` as the command line has them."""
+    """`ServerArgs` as arguments of the command line."""
     result = []
     for name, value in arguments.items():
         if value is False or value is None:

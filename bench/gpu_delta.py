@@ -1,15 +1,16 @@
-"""Updates that bring what changed: 1, 3 and 10 percent of the weights, from a trainer on the same GPU.
+"""Measures delta updates with 1, 3 and 10 percent changed weights, from a trainer on the same GPU.
 
-The trainer is this process; codes and values are lent by CUDA IPC through `Engine`, one request per update.
+The trainer is this process. Codes and values are shared by CUDA IPC through `Engine`, in one request per
+update.
 
-- `idle_*`: one update with nothing running, from the call to the reply. The stages that the reply tells of
-  are listed beside it, and what of the time is outside of them: encoding, messages, and their threads.
-- `stall_*`: as `gpu_update_default`: 64 streams, the longest gap of each, median over them. `normal` is the
-  same without an update.
-- `bytes_*`: on the wire, per changed element.
-- `sender_*`: what the trainer takes to find and code the changes.
+- `idle_*`: time of an update from call to reply, without requests. The reply's stages are listed beside it,
+  and the time outside of them, for encoding, messages and their threads.
+- `stall_*`: the longest gap of each of 64 streams, median of the streams, as in `gpu_update_default`.
+  `normal` is the same without an update.
+- `bytes_*`: bytes sent per changed element.
+- `sender_*`: time in which the trainer finds and encodes the changes.
 
-At the end the weights are held against those of a full update, bit for bit, by checksums.
+At the end, checksums show whether the weights are bit for bit those of a full update.
 """
 
 # mypy: disable-error-code="arg-type, misc"
@@ -44,13 +45,13 @@ from ebbtide.trainer.buckets import Bucket, ServedWeights
 
 MODEL, NUM_STREAMS = "llama8b", 64
 SHARES = {"1": 0.01, "3": 0.03, "10": 0.1}
-"""By the percentage in the rows' names."""
+"""Shares of changed weights, by the percentage in the rows' names."""
 
 Weights = list[tuple[str, torch.Tensor]]
 
 
 class Trainer:
-    """Weights that change a little at a time, and the copy of what was sent."""
+    """A trainer's weights, some of which change in each step, and the copy of what was sent."""
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
@@ -62,14 +63,14 @@ class Trainer:
         yield Bucket(0, self.weights)
 
     def train(self, share: float) -> None:
-        """Change one bit of so many elements."""
+        """Change one bit of a share of all elements, drawn at random."""
         for _, tensor in self.weights:
             bits = tensor.view(torch.int16).view(-1)
             for piece in torch.split(bits, 1 << 26):
                 piece ^= (torch.rand(len(piece), device=piece.device) < share).to(torch.int16)
 
     def changes(self) -> tuple[Bucket, float]:
-        """The next update, and the milliseconds that it took to make."""
+        """The changes since the last update, and the milliseconds to find and encode them."""
         device = self.weights[0][1].device.type
         synchronize(device)
         began = time.perf_counter()
@@ -98,7 +99,10 @@ class DeltaBench:
         self.trainer.served.commit(version)
 
     def next_update(self, share: float) -> tuple[Update, dict[str, Any]]:
-        """One to be sent after those that were made before it, and what it took to make."""
+        """Make the next update; returns a function that sends it, and measurements of making it.
+
+        Updates must be sent in the order in which they were made.
+        """
         trainer = self.trainer
         trainer.train(share)
         bucket, sender_ms = trainer.changes()
@@ -128,7 +132,7 @@ class DeltaBench:
         return {**told, **_with_outside(await timed(update))}
 
     async def amid_streams(self, share: float) -> list[dict[str, Any]]:
-        """Updates amid streams. All are made before: to find what changed takes all of the device."""
+        """Measure updates while streams decode. They are made before, since finding changes takes the GPU."""
         updates = [self.next_update(share)[0] for _ in range(self._args.runs + 1)]
         runs = await self.streams.steady(NUM_STREAMS, {"delta": lambda: updates.pop(0)()})
         return [_with_outside(run) for run in runs["delta"]]
@@ -179,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     trainer = Trainer(weights)
     list(trainer.served.changes(trainer.whole()))
     trainer.served.commit(trainer.version())
-    # The trainer's copy, and what it takes to find 10 percent of changes, are on the same card.
+    # Leaves memory for the trainer's copy, and for finding 10 percent of changes, on the same card.
     given: dict[str, Any] = {"max_total_tokens": 32_768} if args.tiny else {"mem_fraction_static": 0.45}
     if args.device == "cpu":
         given["dtype"] = "bfloat16"

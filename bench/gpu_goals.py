@@ -1,7 +1,7 @@
-"""What the GPU benchmarks are held against, by the key of the row that measures it.
+"""Goals of the GPU benchmarks, by the key of the row of results.
 
-`others` are figures of other engines with dummy weights of the same shapes on one NVIDIA H200, by whole-call
-wall times: SGLang 0.5.14 and vLLM 0.25.0.
+The figures of other engines, SGLang 0.5.14 and vLLM 0.25.0, are from wall times of whole calls, with dummy
+weights of the same shapes, on one NVIDIA H200.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ class Goal:
     """One row of the tables.
 
     Attributes:
-        goal: in `unit`; None where the row is measured without one.
-        at_least: whether more is better.
+        goal: in `unit`; None: there is no goal.
+        at_least: whether larger values are better.
     """
 
     table: str
@@ -81,7 +81,7 @@ ROLLOUT_PREFIXES = {
     "qwen3.5-35b-a3b": "qwen3.5_moe",
     "gpt-oss-20b": "gpt-oss",
 }
-"""What the rows of a model begin with."""
+"""Prefixes of the keys of rows, by model."""
 
 
 def _throughput_goals() -> dict[str, Goal]:
@@ -119,11 +119,11 @@ def _parallel_goals() -> dict[str, Goal]:
                 )
     for shape in ("llama8b", "qwen32b"):
         title = f"{SHAPE_TITLES[shape]}, all weights broadcast from a trainer on another GPU"
-        # Its goal is a share of what a copy between the GPUs reached in the same run.
+        # The goal is a share of the rate of a copy between the GPUs in the same run.
         goals[f"parallel.broadcast.{shape}"] = Goal("parallel", title, "GB/s", None, True)
         packed = f"{title}, in buffers of 1 GiB"
         goals[f"parallel.broadcast_packed.{shape}"] = Goal("parallel", packed, "GB/s", None, True)
-        # Its goal is measured in the same run: the normal gap + 5 ms.
+        # The goal depends on the same run: the normal gap + 5 ms.
         goals[f"parallel.broadcast_gap.{shape}"] = Goal(
             "parallel", "the same under 64 streams, in_place: longest gap (goal: normal + 5 ms)", "ms", None
         )
@@ -149,7 +149,7 @@ def _parallel_goals() -> dict[str, Goal]:
 
 
 def _default_goals() -> dict[str, Goal]:
-    """SGLang: with FlashInfer attention, `mem_fraction_static` 0.85 and graphs to 512."""
+    """SGLang was measured with FlashInfer attention, `mem_fraction_static` 0.85, and graphs up to 512."""
     goals = {}
     rows: list[tuple[str, str, float | None, str]] = []
     for size, stall, reply, retract, theirs in (
@@ -232,7 +232,7 @@ def _default_goals() -> dict[str, Goal]:
     return goals
 
 
-# By row: the goal, and what SGLang has.
+# By row: the goal, and SGLang's figure.
 _ROLLOUT_GOALS = {
     "grpo_512_updated": (0.99, ""),
     "grpo_512_tok_s": (13_000, "7,350"),

@@ -1,13 +1,14 @@
-"""LoRA adapters: what decode steps with them cost, and what a new version does to streams.
+"""Measures the cost of LoRA adapters in decode steps, and the effect of loading a new version on streams.
 
-`lora.share_…`: decode steps of a batch whose requests have adapters, spread evenly over as many as the row
-says, as a share of the same steps without any: the same engine, rounds of both alternate, in CUDA graphs.
-Adapters have rank 32 and all products of Llama-3.1-8B (`lora.moe_share_b32`: rank 16, attention and experts
+`lora.share_…`: speed of decode steps whose requests have adapters, evenly spread over as many as the row
+says, as a share of the speed without adapters. Rounds of both alternate in one engine, in CUDA graphs.
+Adapters have rank 32 on all products of Llama-3.1-8B (`lora.moe_share_b32`: rank 16, on attention and experts
 of Qwen3-30B-A3B).
 
-`lora.load_…`: a version from tensors on the card while 64 streams decode on the version before: from the call
-to its reply, and the longest gap in a stream beyond that without a load. `lora.fetch_first_token_ms`: the
-first token of a request whose adapter is in host memory, beyond that of one whose adapter is on the card.
+`lora.load_…`: loading a version from tensors on the card while 64 streams decode with the version before: the
+time from call to reply, and the longest gap of a stream beyond that without a load.
+`lora.fetch_first_token_ms`: time to the first token of a request whose adapter is in host memory, beyond that
+of one whose adapter is on the card.
 """
 
 # mypy: disable-error-code="arg-type"
@@ -48,7 +49,7 @@ NUM_STREAMS = 64
 
 
 def adapter_tensors(shape: Shape, rank: int, device: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """An adapter of all products of a model, by PEFT's names; of experts as PEFT has them."""
+    """Tensors of an adapter on all products of a model, with PEFT's names and layout of experts."""
     hidden, head_dim = shape["hidden_size"], shape["head_dim"]
     q_size, kv_size = shape["num_attention_heads"] * head_dim, shape["num_key_value_heads"] * head_dim
     num_experts = shape.num_experts
@@ -108,7 +109,7 @@ class Decoding:
         self.runner.weight_store.arena.close()
 
     def grow(self, batch_size: int) -> None:
-        """Have as many requests with their prompts computed."""
+        """Add requests with computed prompts, until there are `batch_size`."""
         num_pages = -(-(self._prompt_len + self._steps + 1) // self._page_size)
         new = []
         while len(self._rows) < batch_size:
@@ -126,7 +127,7 @@ class Decoding:
             self.runner.launch(self._plan(rows, tokens_T, 0, self._prompt_len, None)).wait()
 
     def step_ms(self, batch_size: int, adapters_R: NDArray[np.int32] | None) -> float:
-        """Milliseconds of a decode step, of many that follow one another as the scheduler launches them."""
+        """Milliseconds per decode step, over many steps that are launched as the scheduler does it."""
         rows = self._rows[:batch_size]
         before_T = np.full(batch_size, SAMPLED_BEFORE, dtype=np.int64)
         in_flight: PendingStep | None = None
@@ -209,7 +210,7 @@ def moe_share(args: argparse.Namespace, report: Report) -> None:
 
 
 def loads(args: argparse.Namespace, report: Report) -> None:
-    """A version from tensors on the card while streams decode on the version before."""
+    """Measure loads of a version from tensors on the card while streams decode with the version before."""
     keys = ("lora.load_reply_ms", "lora.load_gap_ms")
     with report.attempt(*keys), model_folder(args, args.model) as (shape, folder):
         lora = {"enable_lora": True, "max_lora_rank": RANK, "max_loras_per_batch": 8}
@@ -231,7 +232,7 @@ def loads(args: argparse.Namespace, report: Report) -> None:
             runs = asyncio.run(measure())
         normal = statistics.median(run["stall_ms"] for run in runs["normal"])
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        # The same from memory that stays mapped.
+        # The same with memory that stays mapped.
         kept_ms = [(run["reply_ms"], run["stall_ms"] - normal) for run in runs["kept"]]
         report.add(keys[0], [run["reply_ms"] for run in runs["load"]], num_bytes=num_bytes, kept_ms=kept_ms)
         report.add(
@@ -243,14 +244,14 @@ def loads(args: argparse.Namespace, report: Report) -> None:
 
 
 def fetches(args: argparse.Namespace, report: Report) -> None:
-    """The first token of a request whose adapter was evicted to host memory."""
+    """Measure the time to the first token of a request whose adapter was evicted to host memory."""
     key = "lora.fetch_first_token_ms"
     with report.attempt(key), model_folder(args, args.model) as (shape, folder):
         lora = {"enable_lora": True, "max_lora_rank": RANK, "max_loras_per_batch": 1}
         with Engine(**engine_args(args, folder, **lora)) as engine:
             print("the engine has started", flush=True)
             tensors = dict(adapter_tensors(shape, RANK, args.device))
-            # One more than there are slots, of which there is one more than a batch may have adapters.
+            # One more adapter than slots, of which there is one more than the adapters of a batch.
             names = ("a", "b", "c")
             for name in names:
                 engine.load_lora_adapter_from_tensors(name, tensors, config_of(RANK))

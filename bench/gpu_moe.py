@@ -1,14 +1,13 @@
-"""The experts of one layer in bfloat16, against what the memory and the tensor cores allow.
+"""Measures the experts of a layer in bfloat16, compared with the limits of memory and tensor cores.
 
-Everything runs in CUDA graphs, as decoding does: each holds many calls, with a new input (and so other
-experts) every time, in turn on the weights of two layers, so that no weight is still in the cache. `layer`
-is the whole MLP with its router, `experts` only what comes after it. The limit is the time to read the
-weights of the experts that the tokens chose, plus inputs and outputs, at the rate of a copy measured in the
-same process, or that of the products at the rate of a large product, whichever is longer. `grouped_mm` is the
-two products alone by torch's grouped GEMM, on tokens that are sorted by expert already: what else there is
-to do comes on top.
+All calls run in CUDA graphs, as in decoding. A graph has many calls, each with a new input and so with other
+experts, alternating between the weights of two layers, so that no weight is still in the cache. `layer` is
+the whole MLP with its router, `experts` the part after the router. The limit is the longer of two times: to
+read the weights of the chosen experts, inputs and outputs, at the rate of a copy; and to compute the
+products, at the rate of a large product. Both rates are measured in the same process. `grouped_mm` is the two
+products alone by torch's grouped GEMM, on tokens that are already sorted by expert.
 
-`--sweep` tries tiles for every number of tokens; with `--keep` the quickest go into `tiles.json`.
+`--sweep` tries tiles for every number of tokens; with `--keep`, the fastest are written to `tiles.json`.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -100,7 +99,7 @@ MANY_ROWS = [
 
 
 class Batch:
-    """Inputs for many calls with the same number of tokens, and two layers to run them on."""
+    """Inputs for many calls with the same number of tokens, and two layers to call."""
 
     def __init__(self, num_tokens: int, hidden: int, config: MoeConfig, layers: Sequence[MoeMLP]) -> None:
         self.num_tokens, self.hidden, self.config = num_tokens, hidden, config
@@ -116,7 +115,7 @@ class Batch:
         return route(scores, self.config)
 
     def _sorted(self, experts: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens in the order of their experts, and where each expert's end."""
+        """Token indices sorted by expert, and the end of each expert's tokens."""
         flat = experts.flatten().long()
         counts = flat.bincount(minlength=self.config.num_experts)
         return flat.argsort() // experts.shape[1], counts.cumsum(0).int()
@@ -143,7 +142,7 @@ class Batch:
         return torch._grouped_mm(half, down.transpose(1, 2), ends)
 
     def limit_us(self, machine: Machine) -> tuple[float, str]:
-        """The least time of a call, and what sets it."""
+        """The least possible time of a call, in microseconds, and the limit that sets it."""
         num_chosen = statistics.mean(len(experts.unique()) for _, experts in self.routes)
         num_slots = self.num_tokens * self.config.num_experts_per_token
         of_slot = (3 if self.config.is_gated else 2) * self.config.inner_size * self.hidden
@@ -161,9 +160,9 @@ class Batch:
         return Layer(config.num_experts, config.num_experts_per_token, self.hidden, config.inner_size)
 
     def time_us(self, call: Callable[[int], Tensor], num_runs: int = NUM_RUNS) -> list[float]:
-        """Microseconds per call, of so many replays of a graph of all calls."""
+        """Microseconds per call, for each of `num_runs` replays of a graph of all calls."""
         call(0)
-        call(1)  # compiled and loaded before the capture
+        call(1)  # Kernels must be compiled and loaded before the capture.
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -191,14 +190,14 @@ def make_layer(hidden: int, config: MoeConfig) -> MoeMLP:
 
 
 def starts(num_tokens: int, config: MoeConfig) -> list[Plan]:
-    """Sizes of blocks that may suit so many tokens."""
+    """Plans with block sizes that may be fast for this many tokens."""
     share = num_tokens * config.num_experts_per_token / config.num_experts
     found = [plan for size, plan in DEFAULTS.items() if size <= max(16, 4 * share) and size >= min(64, share)]
     return [ONE_BY_ONE] * (num_tokens <= 8) + found
 
 
 def sweep(batch: Batch) -> tuple[Plan, list[dict[str, Any]]]:
-    """The quickest plan, and median microseconds of all that were tried, or why one was not."""
+    """The fastest plan, and the median microseconds, or the error, of all plans that were tried."""
     rows: list[dict[str, Any]] = []
 
     def time_us(plan: Plan) -> float:

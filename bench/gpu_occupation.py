@@ -1,13 +1,14 @@
-"""Milliseconds to release and resume 16 GB of weights and 64 GiB of KV, and weights kept in host memory.
+"""Measures release and resume of 16 GB of weights and 64 GiB of KV, also with a backup of the weights.
 
-A value is the median, over three cycles, of the time from call to reply of `Engine`; `duration_ms`, what the
-scheduler itself needed, is beside it. "Clean pages": 4 s after the release, when the driver has scrubbed what
-was freed, and in which matrix products keep the GPU busy as a trainer does; "just freed": at once after it;
-"idle": after 4 s in which nobody used the GPU, which then takes its time to wake up.
+A value is the median of three cycles, in milliseconds from call to reply of `Engine`; `duration_ms`, the time
+in the scheduler, is beside it. "Clean pages": resumed 4 s after the release, when the driver has scrubbed the
+freed memory; meanwhile matrix products keep the GPU busy, as a trainer does. "Just freed": resumed at once.
+"Idle": resumed after 4 s without any work on the GPU, which then needs time to wake up.
 
-The limit is what the driver itself needs for the same bytes in chunks of 1 GiB, measured in this process once
-the engine is gone, with as much memory left: cuMemUnmap and cuMemRelease; cuMemCreate, cuMemMap and
-cuMemSetAccess, each under the same conditions. With a backup, the copy at the rate of pinned memory is added.
+The limit is the time of the driver's calls for the same bytes in chunks of 1 GiB: cuMemUnmap and cuMemRelease
+for a release; cuMemCreate, cuMemMap and cuMemSetAccess for a resume. It is measured in this process under the
+same conditions when the engine has ended, with as much free memory. With a backup, the time of a copy at the
+rate of pinned memory is added.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ TAGS = ("weights", "kv_cache")
 
 
 def train(device: str, seconds: float) -> None:
-    """Keep the device busy for so long."""
+    """Keep the device busy for this many seconds."""
     left = torch.randn(4096, 4096, device=device)
     product = torch.empty_like(left)
     until_s = time.perf_counter() + seconds
@@ -43,13 +44,13 @@ def train(device: str, seconds: float) -> None:
 
 
 class DriverProbe:
-    """How long the driver itself takes to give and take so many bytes, in chunks."""
+    """Measures the driver's own time to free and allocate memory in chunks."""
 
     def __init__(self) -> None:
         from cuda.bindings import driver
 
         self._driver: Any = driver
-        torch.zeros(1, device="cuda")  # makes the context current in this thread
+        torch.zeros(1, device="cuda")  # Makes the context current in this thread.
         prop = driver.CUmemAllocationProp()
         prop.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         prop.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -68,9 +69,9 @@ class DriverProbe:
 
     @contextmanager
     def leaving(self, num_bytes: int) -> Iterator[None]:
-        """Hold all of the device's memory but so much, and what does not fill a chunk.
+        """Allocate all of the device's memory in chunks, except `num_bytes` and less than a chunk more.
 
-        The driver hands out memory that is clean before it waits for what was just freed to be cleaned.
+        With more free memory, the driver would return clean pages instead of scrubbing those just freed.
         """
         num_held = (torch.cuda.mem_get_info()[0] - num_bytes) // CHUNK_BYTES
         handles = [self.call("cuMemCreate", CHUNK_BYTES, self.properties, 0) for _ in range(num_held)]
@@ -81,9 +82,10 @@ class DriverProbe:
                 self.call("cuMemRelease", handle)
 
     def measure(self, num_bytes: int, *, waits: bool = True) -> dict[str, float]:
-        """Milliseconds to release, and to resume just freed and clean pages, on a busy and on an idle GPU.
+        """Milliseconds to release, and to resume just freed pages, and clean ones on a busy and an idle GPU.
 
-        Without `waits` nothing but the release, and the resume just behind it.
+        Args:
+            waits: False: only release, and resume just freed pages.
         """
         num_chunks = -(-num_bytes // CHUNK_BYTES)
         address = int(self.call("cuMemAddressReserve", num_chunks * CHUNK_BYTES, 0, 0, 0))
@@ -124,7 +126,7 @@ class DriverProbe:
 def driver_times(
     args: argparse.Namespace, sizes: dict[str, int], left_bytes: int, report: Report
 ) -> dict[str, dict[str, float]]:
-    """By tag and operation, with so much memory left; empty where there is no driver to ask."""
+    """The driver's times by tag and operation, with `left_bytes` free; empty on a CPU."""
     if args.device != "cuda":
         return {}
     try:
@@ -192,7 +194,7 @@ def measure_tags(report: Report, args: argparse.Namespace) -> None:
 
 
 def tag_runs(args: argparse.Namespace, engine: Engine, tag: str) -> dict[str, list[dict[str, float]]]:
-    """As many cycles of each kind as there are to be, after one that does not count."""
+    """`args.runs` cycles of each kind, after a first one that does not count."""
     pause_s = 0.0 if args.tiny else SCRUB_S
     release(engine, tag)
     resume(engine, tag)
@@ -228,7 +230,7 @@ def measure_backup(report: Report, args: argparse.Namespace, machine: Machine) -
             unchanged: list[dict[str, Any]] = []
             resumed: list[dict[str, Any]] = []
             for number in range(args.runs):
-                # One parameter will do: what counts as changed are the weights as a whole.
+                # One parameter is enough: any change makes the whole backup stale.
                 engine.update_weights_from_tensor([("model.norm.weight", norm + number / 8)])
                 for releases in (changed, unchanged):
                     releases.append(release(engine, "weights"))
@@ -247,10 +249,10 @@ def measure_backup(report: Report, args: argparse.Namespace, machine: Machine) -
 def measure_driver(
     report: Report, args: argparse.Namespace, prefix: str, num_bytes: int, left_bytes: int
 ) -> None:
-    """What the driver alone takes for the bytes of the KV cache, once the engine is gone.
+    """Measure the driver's times for the bytes of the KV cache. The engine must have ended.
 
     Args:
-        left_bytes: so much of the device's memory was free beside the cache, and is again.
+        left_bytes: free device memory beside the cache, as when the engine ran.
     """
     if args.device != "cuda":
         return

@@ -1,12 +1,12 @@
-"""Several GPUs of one host: broadcast updates. gpu_several.py has everything else.
+"""Measures broadcast updates on several GPUs of one host. gpu_several.py measures everything else.
 
-- broadcast: a trainer on the GPU behind those of the engine sends all weights by NCCL, in one request: single
-  tensors, or packed into buffers of 1 GiB. Bytes over the time from the call to its reply, nothing running;
-  then single tensors under 64 streams, in_place, and the streams' longest gap. The limit is a copy of 4 GiB
-  from one GPU to the other, measured before;
-- vllm: the same by vLLM's protocol, to a server: NCCL without torch's groups, single tensors and packed; then
-  by handles of a buffer of 1 GiB on each of the engine's GPUs, which a trainer there fills again and again.
-  From the start of an update to the answer of its finish.
+- broadcast: a trainer on the GPU after those of the engine sends all weights by NCCL in one request, as
+  single tensors, or packed into buffers of 1 GiB. The figure is bytes per time from call to reply, without
+  requests. Then the longest gap of 64 streams with an update of single tensors, in_place. The limit is the
+  rate of a copy of 4 GiB from one GPU to the other, measured before.
+- vllm: the same by vLLM's protocol, with a server: NCCL without torch's groups, single tensors and packed;
+  then by handles of a buffer of 1 GiB on each GPU of the engine, which a trainer fills repeatedly. The time
+  is from the start of an update to the reply to its finish.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -53,7 +53,7 @@ GOAL_OF_COPY = 0.7
 
 
 class Group:
-    """The trainer's group: it, and the ranks of an engine."""
+    """A group of the trainer and the ranks of an engine."""
 
     def __init__(self, args: argparse.Namespace, engine: Engine, trainer: TrainerRanks) -> None:
         self._engine, self._trainer = engine, trainer
@@ -69,7 +69,7 @@ class Group:
         )
 
     async def update(self, shapes: Shapes, load_format: str | None, **terms: Any) -> dict[str, Any]:
-        """One broadcast of everything; returns the reply."""
+        """Broadcast all weights in one request; returns the reply."""
         reply, _ = await asyncio.gather(
             self._engine.async_update_weights_from_distributed(
                 list(shapes), [self._dtype] * len(shapes), list(shapes.values()), GROUP, load_format, **terms
@@ -86,7 +86,7 @@ def free_port() -> int:
 
 
 def copy_gb_per_s(args: argparse.Namespace, there: str) -> list[float]:
-    """From the trainer's GPU to the engine's first, once in each run."""
+    """Rates of copies from the trainer's GPU to the engine's first GPU, in GB/s."""
     num_bytes = (1 << 20) if args.tiny else 4 * GIB
     source = torch.ones(num_bytes, dtype=torch.uint8, device=there)
     target = torch.empty(num_bytes, dtype=torch.uint8, device="cuda:0" if args.device == "cuda" else "cpu")
@@ -147,7 +147,7 @@ def measure_broadcast(report: Report, args: argparse.Namespace) -> None:
 async def broadcasts(
     args: argparse.Namespace, group: Group, streams: Streams, shapes: Shapes
 ) -> tuple[list[list[dict[str, Any]]], dict[str, list[dict[str, Any]]]]:
-    """Runs of an idle engine, of single tensors and packed; and those under streams."""
+    """Runs without requests, of single tensors and of packed ones; and runs while streams decode."""
     await group.join(args.tp)
     idle = [
         await repeated(args.runs, lambda how=how: timed(lambda: group.update(shapes, how)))  # type: ignore[misc]
@@ -170,11 +170,11 @@ def _sent_key(args: argparse.Namespace, how: str, name: str) -> str:
 
 
 class VllmUpdates:
-    """Updates of a server as vLLM's trainers make them.
+    """Updates a server by vLLM's protocol.
 
     Args:
-        sender: on the GPU behind those of the server, by NCCL.
-        lenders: on each of its GPUs.
+        sender: the trainer on the GPU after those of the server, which sends by NCCL.
+        lenders: the trainer's ranks on the server's GPUs, which send handles.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class VllmUpdates:
         return reply | await self.post("/finish_weight_update")
 
     async def lend(self) -> dict[str, Any]:
-        """All tensors through a buffer on each GPU, which is filled once what it held was read."""
+        """Update by handles of one buffer per GPU, which is filled again when its tensors were read."""
         await self.post("/start_weight_update")
         handles, num_buffers = await self._lenders.start_handles(), 0
         while (info := await self._lenders.fill()) is not None:
@@ -274,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     report = Report("gpu_parallel", args)
     if "broadcast" in args.parts:
         measure_broadcast(report, args)
-    if "vllm" in args.parts and args.tp > 1:  # It has goals for several ranks alone.
+    if "vllm" in args.parts and args.tp > 1:  # Only several ranks have goals.
         measure_vllm(report, args)
     report.finish()
 

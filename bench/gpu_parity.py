@@ -1,22 +1,23 @@
-"""Greedy bfloat16 output against transformers in bfloat16 on the same GPU.
+"""Compares greedy bfloat16 output with transformers in bfloat16 on the same GPU.
 
-A seeded Qwen3 of 8 layers and 1,024 hidden numbers. Each engine answers 16 prompts with 128 tokens.
-transformers then gets prompt and answer at once: a token agrees if it has transformers' highest logit; of
-every token the difference of the logprobs counts. The limit of both is what bfloat16 itself does: the same
-comparison of transformers in bfloat16 with transformers in float32, on the tokens of the first engine.
+The model is a Qwen3 with seeded random weights, 8 layers and hidden size 1,024. Each engine answers 16
+prompts with 128 tokens. transformers then gets prompt and answer in one pass: a token agrees if it has
+transformers' highest logit; the difference of logprobs is measured for every token. The limit of both is the
+error of bfloat16 itself: the same comparison of transformers in bfloat16 and in float32, on the first
+engine's tokens.
 
-`in_flight`: a Llama of 0.85 B, 64 streams of 600 tokens, an update to other weights in their midst. Their
-logprobs against transformers in float32, which gets the tokens of each span with the weights and the KV
-that the mode of the update says: kept (in_place), or computed anew (retract). Beside it stand transformers in
-bfloat16 with the same KV, and what KV of the other mode would come to.
+`in_flight`: a Llama with 0.85 B parameters, 64 streams of 600 tokens, and an update to other weights while
+they run. Their logprobs are compared with transformers in float32, which gets the tokens of each span with
+the weights, and with the KV of the update's mode: kept (in_place), or computed anew (retract). Results also
+have transformers in bfloat16 with the same KV, and the difference with the KV of the other mode.
 
-`precision`, if asked for: what FP8 does to logprobs, against transformers in bfloat16 and in float32. Each
-engine samples answers at temperature 1. With Δ the logprob there minus the engine's, KL(engine |
-transformers) per token is the mean of exp(Δ) − 1 − Δ over the sampled tokens. `reference` is transformers in
-bfloat16 whose weights, and activations too, were in 8 bits by plain torch: what such a model does to
-logprobs, whoever serves it. The model is the first of these, or the one that `ebbtide demo` has left
-(`--demo-model`), which is small but trained. With `--device cpu` FP8 is emulated: the same numbers, products
-in another order. Its results are in a file of their own.
+`precision`, only if requested: the effect of FP8 on logprobs, compared with transformers in bfloat16 and in
+float32. Each engine samples answers at temperature 1. With Δ = transformers' logprob - engine's logprob,
+KL(engine | transformers) per token is the mean of exp(Δ) - 1 - Δ over the sampled tokens. `reference` is
+transformers in bfloat16 with weights and activations rounded to 8 bits by plain torch: the effect of FP8 in
+any engine. The model is the first one above, or one that `ebbtide demo` has trained (`--demo-model`), which
+is small. With `--device cpu`, FP8 is emulated: the same rounding, with products in another order. These
+results have their own file.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call"
@@ -77,13 +78,13 @@ LLAMA_SHAPE = SHAPE | {
     "num_key_value_heads": 4,
 }
 NUM_STREAMS, STREAM_LEN = 64, 600
-# How far the second weights are from the first, of these: texts go on making sense to both.
+# Standard deviation of the relative change to the second weights: so small that texts stay likely.
 STEP = 0.05
 
 
 @torch.inference_mode()
 def make_model(folder: Path, shape: dict[str, Any], device: str, *, is_llama: bool = False) -> Any:
-    """Random weights whose logits stand out from each other, as those of a trained model do."""
+    """Make and save a model with random weights whose logits are as distinct as those of a trained model."""
     torch.manual_seed(0)
     with torch.device(device):
         config, kind = (LlamaConfig, LlamaForCausalLM) if is_llama else (Qwen3Config, Qwen3ForCausalLM)
@@ -108,7 +109,7 @@ def answers(
 
 @torch.inference_mode()
 def logprobs_of(model: Any, prompt: list[int], output_ids: list[int]) -> torch.Tensor:
-    """[output, vocabulary], float32: of the tokens that transformers would put at each place."""
+    """transformers' logprobs at the places of the output tokens: float32 [output, vocabulary]."""
     token_ids = torch.tensor([[*prompt, *output_ids]], device=model.device)
     logits = model(token_ids).logits[0, len(prompt) - 1 : -1]
     return logits.float().log_softmax(-1)
@@ -117,7 +118,7 @@ def logprobs_of(model: Any, prompt: list[int], output_ids: list[int]) -> torch.T
 def compare(
     model: Any, prompts: list[list[int]], outputs: list[dict[str, Any]]
 ) -> tuple[float, float, float]:
-    """The share of tokens that agree, the mean |Δlogprob| and the largest."""
+    """Share of tokens that agree, and mean and maximum |Δlogprob|, between transformers and an engine."""
     agreeing, differences = [], []
     for prompt, output in zip(prompts, outputs, strict=True):
         expected = logprobs_of(model, prompt, output["output_ids"])
@@ -133,7 +134,7 @@ def compare(
 def compare_references(
     bf16: Any, float32: Any, prompts: list[list[int]], outputs: list[dict[str, Any]]
 ) -> tuple[float, float]:
-    """The same of transformers in two precisions."""
+    """Share of tokens that agree, and mean |Δlogprob|, between transformers in two precisions."""
     agreeing, differences = [], []
     for prompt, output in zip(prompts, outputs, strict=True):
         one, other = (logprobs_of(model, prompt, output["output_ids"]) for model in (bf16, float32))
@@ -144,7 +145,7 @@ def compare_references(
 
 
 def prepared(args: argparse.Namespace, folder: Path) -> tuple[list[list[int]], int]:
-    """Write the model; prompts, and how many tokens answer each."""
+    """Write the model; returns the prompts, and the number of tokens of each answer."""
     num_prompts, num_tokens = (4, 16) if args.tiny else (NUM_PROMPTS, OUTPUT_LEN)
     shape = TINY_SHAPE if args.tiny else SHAPE
     make_model(folder, shape, args.device)
@@ -200,7 +201,7 @@ def measure(report: Report, args: argparse.Namespace, folder: Path) -> None:
 async def streamed(
     engine: Engine, prompts: list[list[int]], num_tokens: int, update: Callable[[], Awaitable[Any]]
 ) -> list[dict[str, Any]]:
-    """The outputs of streams, and an update once a third of their tokens is there."""
+    """Run streams, with an update when a third of their tokens is there; returns the outputs."""
     params = {"temperature": 0.0, "max_new_tokens": num_tokens, "ignore_eos": True}
     begun = asyncio.Event()
 
@@ -223,7 +224,12 @@ async def streamed(
 def forced(
     models: Mapping[str, Any], prompt: list[int], output: dict[str, Any], *, anew: bool
 ) -> torch.Tensor:
-    """Logprobs of an output's tokens by the weights of their spans. `anew`: so is all KV of each span."""
+    """Logprobs of an output's tokens, each by the weights of its span.
+
+    Args:
+        models: by weight version.
+        anew: whether all KV is computed again by the weights of each span; else it is kept.
+    """
     spans = output["meta_info"]["weight_versions"]
     tokens = [*prompt, *output["output_ids"]]
     cache, num_cached, found = DynamicCache(), 0, []
@@ -231,7 +237,7 @@ def forced(
         model = models[span["version"]]
         if anew:
             cache, num_cached = DynamicCache(), 0
-        # The token before a span is fed by the weights that sample the span's first token.
+        # The token before a span is computed with the weights that sample the span's first token.
         first, end = len(prompt) + span["start"] - 1, len(prompt) + span["end"] - 1
         ids = torch.tensor([tokens[num_cached:end]], device=model.device)
         rows = model(ids, past_key_values=cache).logits[0, first - num_cached :].float().log_softmax(-1)
@@ -269,7 +275,7 @@ def measure_in_flight(report: Report, args: argparse.Namespace, folder: Path) ->
         for version, weights in (("old", old), ("new", new)):
             with torch.device(args.device):
                 one = kind(model.config).to(dtype)
-            # What the engine holds: bfloat16.
+            # Rounded to bfloat16, as in the engine.
             one.load_state_dict({name: tensor.bfloat16().to(dtype) for name, tensor in weights.items()})
             models[dtype][version] = one
     for mode, those in outputs.items():
@@ -315,7 +321,7 @@ NUM_QUESTIONS = 1024
 
 
 def differences(model: Any, prompts: list[list[int]], outputs: list[dict[str, Any]]) -> NDArray[np.float64]:
-    """Of every token: transformers' logprob minus the engine's."""
+    """transformers' logprob minus the engine's, for every token."""
     found = []
     for prompt, output in zip(prompts, outputs, strict=True):
         expected = logprobs_of(model, prompt, output["output_ids"])
@@ -338,10 +344,10 @@ def summary(delta: NDArray[np.float64]) -> dict[str, float]:
 
 
 def in_eight_bits(model: Any, block: int | None = BLOCK) -> Any:
-    """The same model with matrices of layers as they are in 8 bits, and with what they multiply quantised.
+    """Round a model's layers to FP8: weights once, and activations before each product. Returns the model.
 
     Args:
-        block: None: a row of a matrix has one scale, and so has a token.
+        block: size of the blocks that have a scale; None: one scale per row of a matrix, and per token.
     """
 
     def fake(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -1,18 +1,18 @@
-"""What requests and updates may ask for beyond tokens: what it costs.
+"""Measures the cost of optional features of requests and updates.
 
-- `canary`: an update of one tensor, staged as a whole copy, with 64 streams running, in place. How much
-  longer forward passes are held up with a canary of 256 tokens than without; runs of both alternate.
-- `short_behind_long`: a prompt of 128 tokens that comes 100 to 130 ms after one of 30,000, at any point of a
-  pass, until its first token; as a multiple of the same alone.
-- `structured_64`: 64 requests of 256 tokens at temperature 1 that keep to a JSON schema, as a share of the
-  tokens per second of as many requests without that give equally many tokens each: where outputs end early,
-  few are left beside the longest. The tokenizer is made up, in the proportions of a real one: single bytes,
-  numbers of up to three digits, runs of signs as JSON has them, and words of noise up to the vocabulary.
-- `masks_64`: 64 requests of 256 tokens with top-p and top-k that ask for sampling masks, likewise; in lists
+- `canary`: an update of one tensor, staged as a whole copy, in place, while 64 streams run: how much longer
+  forward passes stall with a canary of 256 tokens than without. Runs of both alternate.
+- `short_behind_long`: time to the first token of a prompt of 128 tokens that comes 100 to 130 ms (at a random
+  point of a pass) after one of 30,000, as a multiple of the time without the latter.
+- `structured_64`: tokens per second of 64 requests of 256 tokens at temperature 1 with a JSON schema, as a
+  share of that of requests without one that have the same output lengths: where outputs end early, few
+  requests run beside the longest. The tokenizer is synthetic, with the proportions of a real one: single
+  bytes, numbers of up to three digits, runs of signs as in JSON, and random words up to the vocabulary size.
+- `masks_64`: the same for 64 requests of 256 tokens with top-p and top-k that return sampling masks, in lists
   and in arrays (`masks_arrays_64`).
-- `routes_256`: 256 streams of 256 tokens in and 64 to 191 out of Qwen3-30B-A3B that ask for routed experts,
-  as a share of the tokens per second of an engine that does not record them; and the longest gap between
-  chunks.
+- `routes_256`: tokens per second of 256 streams of Qwen3-30B-A3B, with 256 tokens in and 64 to 191 out, that
+  return routed experts, as a share of that of an engine that does not record them; and the longest gap
+  between chunks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ebbtide import Engine
 
 PARTS = ("canary", "short", "structured", "masks", "routes")
 MOE_MODEL = "qwen30b-a3b"
-# Most outputs are as long as they may be: a note of one token at least, and signs between.
+# Makes most outputs reach the limit of tokens: each of the 100 notes takes some.
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -54,7 +54,7 @@ NUM_SIGN_TOKENS = 4000
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Every byte, then numbers, runs of signs, words, and an end of sequence."""
+    """Write a tokenizer with all bytes, numbers, runs of signs, random words, and an end of sequence."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     rng = random.Random(0)
@@ -81,7 +81,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 class Requests:
-    """Calls of one engine, with prompts that were not seen before."""
+    """Sends requests to an engine, each with a new random prompt."""
 
     def __init__(self, args: argparse.Namespace, engine: Engine, shape: Shape) -> None:
         self.engine = engine
@@ -201,7 +201,7 @@ async def masks(report: Report, requests: Requests, num_runs: int) -> None:
 async def alternate(
     report: Report, key: str, rate: Callable[..., Awaitable[float]], num_runs: int, **details: Any
 ) -> None:
-    """With and without, in turns; the first of each is not counted."""
+    """Measure rates with and without the feature in turns, and add the row. The first of each is dropped."""
     rates: dict[bool, list[float]] = {True: [], False: []}
     pauses_s = [0.0]
 
@@ -215,7 +215,7 @@ async def alternate(
         if run >= 2:
             rates[asks].append(tok_s)
     gc.callbacks.remove(time_collector)
-    # Of the caller's own process, which the engine's front runs in.
+    # In this process, which also runs the engine's API.
     details["longest_collection_ms"] = 1e3 * max(pauses_s)
     print(
         f"  longest garbage collection of the caller: {details['longest_collection_ms']:.1f} ms", flush=True
@@ -226,7 +226,7 @@ async def alternate(
 
 
 async def streams(requests: Requests, *, asks: bool) -> tuple[float, float]:
-    """Tokens per second of many streams, and the longest gap of any."""
+    """Tokens per second of many streams, and the longest gap of any, in seconds."""
     num_streams, length, num_tokens = (2, 16, 8) if requests.is_tiny else (256, 256, 128)
     lengths = [num_tokens // 2 + index * num_tokens // num_streams for index in range(num_streams)]
     started = time.perf_counter()
@@ -235,7 +235,7 @@ async def streams(requests: Requests, *, asks: bool) -> tuple[float, float]:
 
 
 def routes(report: Report, args: argparse.Namespace) -> None:
-    """Two engines, one after the other: what records experts does so in every pass."""
+    """Measure `routes_256` with two engines, since recording experts is a setting of an engine."""
     found: dict[bool, list[tuple[float, float]]] = {}
     for asks in (False, True):
         with model_folder(args, MOE_MODEL) as (shape, folder):

@@ -1,22 +1,23 @@
-"""Tokens per second of rollouts as reinforcement learning makes them, at default flags.
+"""Measures tokens per second of rollouts as in reinforcement learning, with default flags.
 
-- `grpo`, `grpo_4096`: 64 prompts, 8 samples of each, temperature 1 with logprobs. Output lengths are
-  log-normal (median 245, sigma 0.85, cut at 2,048), the same for every run. Whole calls; output tokens count.
+- `grpo`, `grpo_4096`: 64 prompts with 8 samples each, at temperature 1 with logprobs. Output lengths are
+  log-normal (median 245, sigma 0.85, cut at 2,048), the same in every run. Output tokens of whole calls
+  count.
 - `update`: the first of these with an update of all weights in the middle, `pause_mode=in_place`, as a share
   of runs without one.
-- `batches`: greedy batches, and the same with what samplers and trainers ask for, as a share of the greedy
-  ones that ran beside them. `many`: 1,024 requests.
-- `prefill`: prompts alone, one token each; `prompt_logprobs`: the same with the prompts' logprobs.
-- `decode`: decoding with long contexts; the prefill is taken off by a call for one token.
-- `gaps`: gaps between the chunks of streams, all streams together. `first`: time to the first token of single
-  requests while 256 others decode.
-- `streams`: 256 streams of `Engine` once all of them decode, with Python's collector on as in all parts, and
-  the CPU time of their process for a token, taking the requests in included.
-- `http`: requests to a server at once, as a share of the same through `Engine`.
+- `batches`: greedy batches, and the same with options of samplers and trainers, as a share of the greedy
+  batches in the same run. `many`: 1,024 requests.
+- `prefill`: prompts with one output token each; `prompt_logprobs`: the same with the prompts' logprobs.
+- `decode`: decoding with long contexts; the time of a call for one token, for the prefill, is subtracted.
+- `gaps`: gaps between chunks, of all streams together. `first`: time to the first token of single requests
+  while 256 others decode.
+- `streams`: 256 streams of `Engine` while all of them decode, and the CPU time of their process per token,
+  including the intake of requests. Python's garbage collector is on, as in all parts.
+- `http`: concurrent requests to a server, as a share of the same through `Engine`.
 - `stop_strings`: an engine with a tokenizer, with and without stop strings.
 
-Decode steps are held against the bytes that they must read at the best rate seen for reading:
-`read_bytes_per_s`, a sum over 4 GiB. All parts with `--runs 1` take about four minutes on one H200.
+The limit of decode steps is the time to read their bytes at the best measured rate: `read_bytes_per_s`, of a
+sum over 4 GiB. All parts with `--runs 1` take about four minutes on one H200.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -66,7 +67,7 @@ ASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "prompt_logprobs": (RL, {"return_logprob": True, "logprob_start_len": 0}),
     "penalties": (RL | {"frequency_penalty": 0.2, "repetition_penalty": 1.1}, {"return_logprob": True}),
 }
-"""Sampling parameters and fields of the request, by the name of the row."""
+"""Sampling parameters and request fields, by the name of the row."""
 KINDS = (*ASKED, "stop_strings")
 BATCHES = {1: (128, 256), 32: (256, 256), 256: (512, 256)}
 MANY = (1024, (256, 256))
@@ -76,19 +77,19 @@ DECODES = {
     "64x8k": (64, 8192, 128),
     "16x16k": (16, 16_384, 128),
     "16x32k": (16, 32_768, 128),
-    # Log-normal, of this median, cut at 64 and 8,000.
+    # Log-normal lengths with this median, cut at 64 and 8,000.
     "256xuneven": (256, 545, 192),
 }
 GAPS = {64: (256, 256), 256: (512, 256)}
 NUM_FIRST = 16
 HTTP_SIZES = (256, 1024)
-# Tokens that random prompts and outputs do not end in.
+# Strings that random outputs do not contain.
 STOP_STRINGS = ["<stop>", "\n\nHuman:", "</answer>"]
 UPDATE_AFTER_S = 3.0
 
 
 def measure_reading(device: str, *, tiny: bool) -> list[float]:
-    """Bytes per second of a sum over memory that is in no cache."""
+    """Rates of a sum over memory that is not in a cache, in bytes per second."""
     values = torch.ones((1 << 20) if tiny else 4 * GIB // 4, dtype=torch.float32, device=device)
     rates = []
     for _ in range(6):
@@ -106,20 +107,20 @@ def lengths(args: argparse.Namespace) -> NDArray[np.int64]:
 
 
 def row_key(args: argparse.Namespace, name: str) -> str:
-    """The row of this name. All begin with the model, but for the 8B model those of batches alone."""
+    """The key of a row. It has the model's prefix, except rows of the 8B model that are not of batches."""
     prefix = ROLLOUT_PREFIXES[args.model]
     is_batch = name in ("b1024_rl", *(f"b{size}" for size in BATCHES)) or name.rpartition("_b")[0] in KINDS
     return f"rollout.{prefix}_{name}" if is_batch or prefix != "llama" else f"rollout.{name}"
 
 
 def sized(args: argparse.Namespace, size: int, *lens: int) -> tuple[int, ...]:
-    """These sizes, or those of a check of the script."""
+    """A number of requests and their lengths, or small ones with `--tiny`."""
     return (2, *(8 for _ in lens)) if args.tiny else (size, *lens)
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What the parts share. A part is a method of the name that `--parts` has for it."""
+    """The state that all parts share. Each part is a method with the part's name in `--parts`."""
 
     args: argparse.Namespace
     report: Report
@@ -166,7 +167,7 @@ class Bench:
             self._batch(size)
 
     def _batch(self, size: int) -> None:
-        """Turns of greedy calls and of every kind of call that is asked for."""
+        """Measure a batch size: greedy calls and each selected kind of call, in turns."""
         count, *lens = sized(self.args, size, *BATCHES[size])
         pair = (lens[0], lens[1])
         kinds = {"greedy": GREEDY, **{name: ASKED[name] for name in self.args.kinds}}
@@ -198,7 +199,7 @@ class Bench:
             self.report.add(key, runs)
 
     def prefill(self) -> None:
-        # The rate behind the limit lasts for half a second: what the power allows is noted, too.
+        # The limit uses a rate over half a second. Power limits allow less for longer, which is noted too.
         self.machine.measure_sustained(self.args.device, tiny=self.args.tiny)
         for name in self.args.prefills:
             size, length = PREFILLS[name]
@@ -220,13 +221,13 @@ class Bench:
         with self.report.attempt(key):
             count, long = sized(self.args, *PREFILLS["128x1024"])
             asked = {"return_logprob": True, "logprob_start_len": 0}
-            # The first call of this size allocates what its logits take: 5 % of its time.
+            # The first call of this size allocates memory for its logits, which takes 5 % of its time.
             self.rollouts.prefill(count, long, **asked)
             pairs = [
                 (self.rollouts.prefill(count, long), self.rollouts.prefill(count, long, **asked))
                 for _ in range(self.args.runs)
             ]
-            # The product behind the logits of every position.
+            # Operations of the logits of one position.
             flops = self.shape.flops(0, 0, 1)
             self.report.add(
                 key,
@@ -300,7 +301,7 @@ class Bench:
 
 
 def measure_http(report: Report, args: argparse.Namespace, folder: Path, shape: Shape) -> None:
-    """Calls of the engine first, the same of a server then."""
+    """Measure calls of an engine, and then the same requests to a server."""
     keys = {
         (size, stream): row_key(args, f"http_{size}{'_streamed' if stream else ''}_share")
         for size in args.http_sizes
@@ -342,7 +343,7 @@ def measure_http(report: Report, args: argparse.Namespace, folder: Path, shape: 
 
 
 def measure_stop_strings(report: Report, args: argparse.Namespace, folder: Path, shape: Shape) -> None:
-    """An engine that has a tokenizer: one word for each id."""
+    """Measure stop strings with an engine whose tokenizer has one word for each id."""
     keys = {size: row_key(args, f"stop_strings_b{size}") for size in args.batches}
     with report.attempt(*keys.values()):
         _write_tokenizer(folder, shape["vocab_size"])
@@ -422,7 +423,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 Engine(**engine_args(args, folder, **_pool(args))) as engine,
             ):
                 rollouts = Rollouts(engine, shape)
-                # Whatever is compiled or allocated at first use.
+                # A first batch, for compilation and allocation.
                 rollouts.batch(8, (64, 16), RL, return_logprob=True)
                 bench = Bench(args, report, rollouts, shape, machine)
                 for part in chosen:
