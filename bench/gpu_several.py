@@ -1,12 +1,12 @@
-"""One engine on several GPUs, at default flags: updates, rollouts and batches, one after the other.
+"""Measures updates, rollouts and batches of one engine on several GPUs, with default flags.
 
-What gpu_update_default, gpu_rollout and gpu_throughput measure, without a start for each. The trainer has a
-rank on each of the GPUs, with all weights, and is there before the engine.
+The measurements are those of gpu_update_default, gpu_rollout and gpu_throughput, but with one start of the
+engine for all. The trainer has a rank with all weights on each GPU, and starts before the engine.
 
-- `update`: the rows `tp4_*` of gpu_update_default, of its parts `idle`, `in_place` and `kept`.
-- `one_gpu`: the same, and all ranks read the tensors of the trainer's first one: rows `tp4_one_gpu_*`.
-- `batches`: greedy batches of 1, 32 and 256, as in gpu_throughput; of another `--model`, or in FP8, too.
-- `grpo`: 64 prompts, 8 samples of each, as in gpu_rollout.
+- `update`: the rows `tp4_*` of gpu_update_default, from its parts `idle`, `in_place` and `kept`.
+- `one_gpu`: the same, but all ranks read the tensors of the trainer's first rank: rows `tp4_one_gpu_*`.
+- `batches`: greedy batches of 1, 32 and 256, as in gpu_throughput; also with another `--model`, or in FP8.
+- `grpo`: 64 prompts with 8 samples each, as in gpu_rollout.
 
     python bench/gpu_several.py --tp 4
     python bench/gpu_several.py --tp 2 --dp 2 --parts grpo
@@ -68,7 +68,7 @@ def measure_batches(
         with report.attempt(key):
             tokens_per_s(engine, rng, shape["vocab_size"], size, lens)
             runs = [tokens_per_s(engine, rng, shape["vocab_size"], size, lens) for _ in range(args.runs)]
-            # Of weights in FP8 nobody has worked out what the machine allows.
+            # The limit for FP8 weights is not implemented.
             least_s = None if kept_as else least_seconds(shape, machine, size, *lens)
             report.add(
                 key,
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.tiny:
         args.update_runs = 1
     with ExitStack() as held, model_folder(args, args.model) as (shape, folder):
-        # As where a trainer shares its GPU, the process that has the engine has no memory there.
+        # In another process, so that this one, which has the engine, takes no memory on the GPU.
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             measuring = pool.submit(partial(Machine.measure, tiny=args.tiny), args.device)
             is_updated = bool({"update", "one_gpu"} & {*args.parts})

@@ -1,9 +1,9 @@
-"""Products with few tokens: which block sizes suit each shape.
+"""Finds the fastest block sizes of products with few tokens, for each shape.
 
-Every figure is that of a CUDA graph in which calls follow one another on different weights, of more than the
-second-level cache holds. `torch` is cuBLAS with separate kernels for norm, gate and residual. Where the block
-sizes that the engine would take fall short of a share of the limit, others are tried; with `--keep` the
-quickest go into `layers/kernels/tiles.json`.
+Every figure is measured in a CUDA graph of consecutive calls with different weights, more than fit into the
+L2 cache. `torch` is cuBLAS with separate kernels for norm, gate and residual. If the engine's block sizes do
+not reach a share of the limit, others are tried; with `--keep`, the fastest are written to
+`layers/kernels/tiles.json`.
 
     python bench/gpu_small_batch.py [--keep] [--tokens 1 8 32 64] [--models llama8b qwen0.6b]
 """
@@ -44,7 +44,7 @@ from ebbtide.srt.layers.norm import rms_norm
 from ebbtide.srt.layers.small_batch import multiply
 
 EPS = 1e-5
-# Far more than the 50 MB of second-level cache, in each graph before a weight comes round again.
+# Bytes of weights before one is used again: far more than the 50 MB of L2 cache.
 ROTATED_BYTES = 400e6
 GRAPH_BYTES = 2e9
 NUM_REPLAYS = 7
@@ -52,7 +52,7 @@ NUM_REPLAYS = 7
 
 @dataclass(frozen=True)
 class Product:
-    """One of a model's products. `normed`: a norm comes before it; `add`: it is added to the residual."""
+    """A product of a model. `normed`: a norm comes before it; `add`: its result is added to the residual."""
 
     name: str
     shape: Shape
@@ -68,7 +68,7 @@ class Model:
 
 
 def model(name: str, hidden: int, qkv: int, q: int, intermediate: int, vocab: int) -> Model:
-    """`intermediate` 0: experts take the place of the MLP, see gpu_moe.py."""
+    """Make a model's products. `intermediate` 0: no MLP, since it has experts, see gpu_moe.py."""
     mlp = (
         Product("gate_up", Shape(intermediate, hidden, True), True, False),
         Product("down", Shape(hidden, intermediate), False, True),
@@ -98,7 +98,7 @@ MODELS = {
 
 
 class Weights:
-    """Matrices cut from one buffer, one behind the other, and from its start again at its end."""
+    """Takes consecutive matrices from one buffer; at its end, begins at the start again."""
 
     def __init__(self, num_bytes: int) -> None:
         tile = torch.randn(1 << 24, device="cuda").mul_(0.02).bfloat16()
@@ -115,7 +115,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Case:
-    """Tensors with which one product is measured. Of several tokens a norm is a kernel of its own."""
+    """Tensors to measure a product with. With several tokens, the norm is a separate kernel."""
 
     product: Product
     x: Tensor
@@ -147,13 +147,13 @@ class Case:
         torch_product(self.product, self.x, self.norm, weight, self.out)
 
     def error(self, config: Config) -> str | None:
-        """What is wrong with the result, against float32 and against a second run."""
+        """Compare the result with float32 and with a second run; returns what is wrong, or None."""
         outs = [torch.zeros_like(self.out) for _ in range(2)]
         for out in outs:
             self.run(self.weights[0], config, out)
         if not torch.equal(outs[0], outs[1]):
             return "varies from run to run"
-        # Some rows at the start and at the end are enough, and cheap.
+        # Only the first and last 300 rows, to save time.
         rows = torch.arange(self.product.shape.num_rows, device="cuda")
         rows = torch.cat((rows[:300], rows[-300:])).unique()
         x = self.x.float()
@@ -168,7 +168,7 @@ class Case:
 
 
 def torch_product(product: Product, x: Tensor, norm: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-    """The same by cuBLAS and separate kernels."""
+    """The same product by cuBLAS and separate kernels."""
     if product.normed:
         x = F.rms_norm(x, norm.shape, norm, EPS)
     if product.add:
@@ -181,7 +181,7 @@ def torch_product(product: Product, x: Tensor, norm: Tensor, weight: Tensor, out
 
 
 def graph_us(body: Callable[[], None]) -> float:
-    """Median time of a replay, µs."""
+    """Median time of a graph's replay, in microseconds."""
     body()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -199,7 +199,7 @@ def graph_us(body: Callable[[], None]) -> float:
 
 
 def case_us(case: Case, run: Callable[[Tensor], None]) -> float:
-    """Time of one product, µs, in a graph of many."""
+    """Time of a product in a graph of many, in microseconds."""
     rounds = max(1, min(round(GRAPH_BYTES / case.product.shape.num_bytes), 150) // len(case.weights))
 
     def body() -> None:
@@ -225,7 +225,7 @@ def candidates(product: Product, num_tokens: int) -> Iterator[Config]:
         tiles += [(32, 128, 4, 7), (64, 256, 4, 3)]
     for rows, columns, warps, stages in tiles:
         num_programs = -(-shape.num_rows // rows)
-        # Programs for half of 132 multiprocessors, up to about three for each.
+        # From programs for about half of the 132 multiprocessors up to three for each.
         fitting = [
             s for s in (1, 2, 3, 4, 8) if 60 <= num_programs * s <= 420 and shape.num_columns >= 512 * s
         ]
@@ -245,13 +245,13 @@ def matvec_candidates(shape: Shape) -> Iterator[Config]:
 
 
 def compile_all(jobs: list[tuple[Case, Config]]) -> dict[tuple[str, Config], str]:
-    """Run each once, in parallel threads; the error of each that fails."""
+    """Run each configuration once, in parallel threads; returns the errors of those that fail."""
 
     def attempt(job: tuple[Case, Config]) -> str | None:
         case, config = job
         try:
             return case.error(config)
-        except Exception as error:  # A combination that the compiler refuses is left out, and said so.
+        except Exception as error:  # The compiler may refuse a combination: it is reported and skipped.
             return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
     with ThreadPoolExecutor(16) as pool:
@@ -266,11 +266,11 @@ def compile_all(jobs: list[tuple[Case, Config]]) -> dict[tuple[str, Config], str
 def sweep(
     model: Model, num_tokens: int, weights: Weights, limit: float, enough: float
 ) -> list[dict[str, Any]]:
-    """Every product as it is, and with every candidate where that is not good enough.
+    """Measure every product, and if it is too slow, also all candidates.
 
     Args:
-        limit: of the memory, bytes per µs.
-        enough: the share of it from which nothing else is tried.
+        limit: rate of the memory, in bytes per microsecond.
+        enough: the share of the limit from which no candidates are tried.
     """
     rows = []
     for product in (*model.layer, model.head):
@@ -302,7 +302,7 @@ def sweep(
 
 
 def try_all(case: Case, configs: list[Config]) -> list[tuple[float, Config]]:
-    """Microseconds of those that work."""
+    """Microseconds of the configurations that work."""
     failures = compile_all([(case, config) for config in configs])
     for (name, config), failure in failures.items():
         print(f"  {name} {config}: {failure}")
@@ -318,7 +318,7 @@ def short(config: Config) -> str:
 
 
 def keep(num_tokens: int, found: list[dict[str, Any]], model: Model) -> None:
-    """Write what was better than what the engine takes now into the file that it reads."""
+    """Write configurations that are better than the current ones to the file that the engine reads."""
     shapes = {product.name: product.shape for product in (*model.layer, model.head)}
     for row in found:
         if "best" in row and (row["now_us"] is None or row["best_us"] < 0.98 * row["now_us"]):

@@ -1,15 +1,14 @@
-"""Seconds from the start of a server's process to its first token, with kernels compiled and cached before.
+"""Measures seconds from the start of a server's process to its first token, with cached kernels.
 
-One start comes first and fills the caches, Python's own for the modules it imports among them; it is in the
-JSON, and does not count. Each start ends with a request of one token. The lines of the log, with the seconds
-at which they came, are the phases.
+A first start fills the caches, also Python's cache of compiled modules. It is in the JSON, but does not
+count. Each start ends with a request of one token. The log's lines with their times show the phases.
 
-The limit is what no Python engine on this machine goes below: a process that imports torch and transformers
-and makes a CUDA context, measured in the same run.
+The limit is the time of a process that imports torch and transformers and makes a CUDA context, measured in
+the same run: no Python engine on this machine can be faster.
 
-`--cold`: starts with an empty folder for kernels each, where Python's modules are cached. The last one is
-watched until what compiles beside serving is there; when which of FlashInfer's files was compiled is in the
-JSON.
+`--cold`: each start has an empty folder for kernels, but Python's modules are cached. The last start is
+watched until the compilation that runs beside serving is done. The JSON has the times at which each of
+FlashInfer's files was compiled.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ COMPILED_BESIDE_S = 80.0
 
 
 class Log:
-    """A server's log by line, with the seconds at which they came."""
+    """The lines of a server's log, each with the seconds since the start at which it was read."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
         self.lines: list[tuple[float, str]] = []
 
     def read(self) -> float:
-        """Note what is new; returns the seconds since the start. Raises RuntimeError where it has ended."""
+        """Read new lines; returns the seconds since the start. RuntimeError: the server has ended."""
         now_s = time.perf_counter() - self._server.started
         new = self._server.log.splitlines()[len(self.lines) :]
         self.lines += [(round(now_s, 2), line[:300]) for line in new]
@@ -50,7 +49,7 @@ class Log:
         return now_s
 
     def wait_for(self, text: str, seconds: float) -> float | None:
-        """When a line with this came; None: it did not."""
+        """Wait for a line with this text; returns the seconds at which it was read. None: it did not come."""
         end_s = self.read() + seconds
         while self.read() < end_s:
             for at_s, line in self.lines:
@@ -61,7 +60,7 @@ class Log:
 
 
 def start_once(arguments: dict[str, Any], *, until: str | None = None) -> dict[str, Any]:
-    """One server until its first token, or until its log has a line with this."""
+    """Run a server until its first token, or until its log has a line with `until`."""
     with running_server(arguments) as server:
         log = Log(server)
         while (now_s := log.read()) < 400:
@@ -85,7 +84,7 @@ def start_once(arguments: dict[str, Any], *, until: str | None = None) -> dict[s
 
 
 def ask(server: Server) -> float:
-    """Milliseconds of a request of one token."""
+    """Send a request for one token; returns its milliseconds."""
     body = {"input_ids": list(range(1, 17)), "sampling_params": {"max_new_tokens": 1, "ignore_eos": True}}
     begun = time.perf_counter()
     response = httpx.post(server.url + "/generate", json=body, timeout=300)
@@ -94,7 +93,7 @@ def ask(server: Server) -> float:
 
 
 def start_cold(arguments: dict[str, Any], *, watched: bool) -> dict[str, Any]:
-    """One start with no kernel compiled."""
+    """Run a start without compiled kernels."""
     with tempfile.TemporaryDirectory(prefix="eb-kernels-") as folder:
         cold = arguments | {"kernel_cache_dir": folder}
         run = start_once(cold, until=COMPILED_BESIDE if watched else None)
@@ -103,7 +102,7 @@ def start_cold(arguments: dict[str, Any], *, watched: bool) -> dict[str, Any]:
 
 
 def compiled_files(folder: Path) -> dict[str, list[tuple[str, float, float]]]:
-    """Module → its files, and the seconds from and to which each was compiled, from ninja's start on."""
+    """By module, its files, each with the seconds since ninja's start when compilation began and ended."""
     found = {}
     for log in sorted(folder.glob("**/.ninja_log")):
         rows = [line.split("\t") for line in log.read_text().splitlines() if not line.startswith("#")]
@@ -132,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", default=MODEL)
     parser.add_argument("--tp", type=int, choices=(1, 2, 4), default=1, help="ranks: rows tp2_*, tp4_*")
     parser.add_argument("--cold", action="store_true", help="with no kernel compiled")
-    # Where it is set, every start compiles every module.
+    # If it were set, every start would compile all Python modules.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     args: argparse.Namespace = parse(parser, argv)
     report = Report("gpu_start", args)

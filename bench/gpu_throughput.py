@@ -1,12 +1,12 @@
-"""Tokens per second of whole calls, by shape and batch size, against what memory and arithmetic allow.
+"""Measures tokens per second of whole calls by shape and batch size, compared with the machine's limits.
 
-`Engine.generate` of a list of random prompts (new ones for each run: no prefix is cached), greedy, end of
-sequence ignored. A run is the time from the call to its return; output tokens count, prefill is included.
-After one call of the same size the runs are timed, and the best counts.
+Each run is a call of `Engine.generate` with random prompts, new ones in each run so that no prefix is cached,
+with greedy sampling and ignored end of sequence. Output tokens count; the time includes the prefill. After a
+first call of the same size, the best run counts.
 
-The limit is that of one decode step after the other, each at the larger of two times: the bytes that it must
-read (weights, and the KV of every request) at the rate of a device-to-device copy, and its operations at the
-rate of a large matrix product; and of the prefill in the same way.
+The limit is the sum over all decode steps and the prefill of the longer of two times: to read the necessary
+bytes (weights, and the KV of all requests) at the rate of a copy on the device; and to do the operations at
+the rate of a large matrix product.
 
     python bench/gpu_throughput.py --shapes llama8b --only 1 32
 """
@@ -28,7 +28,7 @@ TINY_WORKLOADS = {1: (8, 8), 4: (8, 8)}
 
 
 def least_seconds(shape: Shape, machine: Machine, batch_size: int, prompt_len: int, output_len: int) -> float:
-    """What no engine on this machine can go below."""
+    """The least possible seconds of a call on this machine."""
     prompt_tokens = batch_size * prompt_len
     seconds = max(
         shape.flops(prompt_tokens, prompt_len / 2, batch_size) / machine.flops,
@@ -93,7 +93,7 @@ def measure_shape(report: Report, args: argparse.Namespace, machine: Machine, na
 
 
 def _key(args: argparse.Namespace, name: str, batch_size: int) -> str:
-    # A tiny run stands in for the rows in order.
+    # With `--tiny`, its workloads stand for the first rows, in order.
     size = dict(zip(TINY_WORKLOADS, WORKLOADS, strict=False))[batch_size] if args.tiny else batch_size
     return f"throughput.{name}.{size}"
 

@@ -1,7 +1,7 @@
-"""A trainer's ranks, each a process of its own with all weights on a GPU of its own, which lend them.
+"""A trainer for benchmarks: each rank is a process with all weights on its own GPU, which it shares.
 
-As in frameworks whose trainer and engine share GPUs: every rank encodes its own tensors, and only the small
-payloads pass to the process that has the engine, one for each of the engine's ranks, of the same GPU.
+As in frameworks whose trainer and engine share GPUs, every rank encodes its own tensors, and only small
+payloads are sent to the process with the engine, one for each of the engine's ranks, on the same GPU.
 """
 
 # mypy: disable-error-code="arg-type, attr-defined, no-any-return, no-untyped-call"
@@ -31,22 +31,22 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class ncclUniqueId(ctypes.Structure):
-    """Pickled under the name by which vLLM's ranks know it."""
+    """The id of a communicator, pickled under the name that vLLM's ranks know."""
 
     _fields_ = (("internal", ctypes.c_byte * 128),)
 
 
 class TrainerRanks:
-    """The processes.
+    """The processes of a trainer.
 
     Args:
-        shapes: by checkpoint name. Elements are bfloat16 on a GPU, else float32.
-        device: "cuda": the ranks have a GPU each, from `first_gpu` on; or "cpu".
-        num_ranks: of the engine, each of which is sent an entry.
-        num_lenders: of the trainer: as many, or one, whose tensors all of the engine's ranks read.
+        shapes: of the tensors, by checkpoint name. They are bfloat16 on a GPU, else float32.
+        device: "cuda": each rank has a GPU, from `first_gpu` on; or "cpu".
+        num_ranks: ranks of the engine, each of which gets an entry.
+        num_lenders: ranks of the trainer: the same number, or one whose tensors all ranks of the engine read.
 
     Attributes:
-        num_bytes: of the tensors, on each of the ranks.
+        num_bytes: bytes of the tensors on each rank.
     """
 
     def __init__(
@@ -68,9 +68,12 @@ class TrainerRanks:
         self._dropped: list[asyncio.Future[Any]] = []
 
     async def payloads(self, *, kept: bool = False) -> tuple[list[Any], float]:
-        """An update of everything, an entry for each rank, and the most milliseconds a rank encoded.
+        """Encode all tensors; returns an entry for each rank, and the slowest rank's milliseconds.
 
-        The tensors are lent until `answered`; `kept` as `keep_mapped` of `Engine`.
+        The tensors are shared until `answered`.
+
+        Args:
+            kept: as `keep_mapped` of `Engine`.
         """
         entries = await asyncio.gather(*(rank.ask("payload", kept) for rank in self._lenders))
         return [one for sent, _ in entries for one in sent], max(encode_ms for _, encode_ms in entries)
@@ -79,51 +82,54 @@ class TrainerRanks:
         await asyncio.gather(*(rank.ask("answered") for rank in self._lenders))
 
     async def lend_from_one(self) -> None:
-        """From here on all of the engine's ranks read the tensors of rank 0."""
+        """From now on, let all ranks of the engine read the tensors of rank 0."""
         await self._ranks[0].ask("lend_to", self._devices)
         self._lenders = self._ranks[:1]
 
     async def join(self, group: str, port: int, world_size: int, backend: str) -> None:
-        """Rank 0 joins a group as its first member, and owns the store; "raw_nccl": as vLLM's trainers do."""
+        """Let rank 0 join a group as its first member and host the store. "raw_nccl": as vLLM's trainers."""
         await self._ranks[0].ask("join", group, port, world_size, backend)
 
     async def broadcast(self, load_format: str | None) -> None:
-        """All tensors of rank 0 to its group, one by one or `packed`."""
+        """Broadcast all tensors of rank 0 to its group, one by one (None) or "packed"."""
         await self._ranks[0].ask("broadcast", load_format)
 
     async def start_handles(self) -> str:
-        """Make a buffer on each GPU, and return their handles as vLLM's trainers send them."""
+        """Make a buffer on each GPU; returns their handles as vLLM's trainers send them."""
         handles = await asyncio.gather(*(rank.ask("start_handles") for rank in self._ranks))
         return base64.b64encode(pickle.dumps(dict(handles))).decode()
 
     async def fill(self) -> dict[str, Any] | None:
-        """The next tensors into every buffer; what `update_info` says of them, None behind the last."""
+        """Copy the next tensors to every buffer; returns their `update_info`, None after the last."""
         infos = await asyncio.gather(*(rank.ask("fill") for rank in self._ranks))
         return infos[0]
 
     async def forget(self) -> None:
-        """End what was lent for longer than an update."""
+        """Stop sharing memory that stayed mapped."""
         await asyncio.gather(*(rank.ask("forget") for rank in self._lenders))
 
     async def start_buckets(self, max_bytes: int) -> None:
         await asyncio.gather(*(rank.ask("start_buckets", max_bytes) for rank in self._ranks))
 
     async def next_bucket(self) -> list[bytes] | None:
-        """A flattened bucket, which lives until as many `drop_bucket`; None behind the last."""
+        """The next flattened bucket, an entry for each rank; None after the last.
+
+        It lives until its `drop_bucket`: each call of that drops the oldest bucket.
+        """
         entries = await asyncio.gather(*(rank.ask("next_bucket") for rank in self._ranks))
         return None if None in entries else entries
 
     def drop_bucket(self) -> None:
-        """Let go of the oldest bucket, without waiting for it."""
+        """Drop the oldest bucket, without waiting for that."""
         self._dropped += [rank.ask("drop_bucket") for rank in self._ranks]
 
     async def end_buckets(self) -> None:
-        """Wait until every bucket is let go of."""
+        """Wait until all dropped buckets are freed."""
         await asyncio.gather(*self._dropped)
         self._dropped.clear()
 
     async def reserved_bytes(self) -> int | None:
-        """What torch has taken on a rank's GPU."""
+        """Bytes that torch has reserved on rank 0's GPU; None: on a CPU."""
         most: int | None = await self._ranks[0].ask("reserved_bytes")
         return most
 
@@ -141,10 +147,10 @@ class TrainerRanks:
 
 
 class _Rank:
-    """One process, as its owner sees it. What is asked of it is answered in order.
+    """A rank's process, for its owner. Requests are answered in order.
 
     Args:
-        readers: devices of the engine's ranks that it lends to; the first is its own.
+        readers: devices of the engine's ranks that read its tensors; the first is its own.
     """
 
     def __init__(self, shapes: Shapes, readers: list[str]) -> None:
@@ -180,7 +186,7 @@ class _Rank:
         future = self._waiting.popleft()
         if not self._waiting:
             loop.remove_reader(self._pipe.fileno())
-        if future.done():  # cancelled
+        if future.done():  # Cancelled.
             return
         if is_fine:
             future.set_result(answer)
@@ -195,7 +201,10 @@ class _Rank:
 
 
 def _answer_calls(pipe: Connection, start: Callable[[], _Worker], told: Callable[[_Worker], object]) -> None:
-    """Start, tell of it, and do what is asked until the other end goes: (whether it went well, what came)."""
+    """Start a worker, send `told(worker)`, and answer calls until the other end closes the pipe.
+
+    Each answer is a pair: (whether it succeeded, the result or the traceback).
+    """
     try:
         worker = start()
         pipe.send((True, told(worker)))
@@ -228,21 +237,21 @@ def random_tensors(shapes: Shapes, device: str) -> list[tuple[str, Any]]:
 
 
 class OwnTensors:
-    """A trainer in the process that has the engine: its tensors go to `Engine` as they are."""
+    """A trainer in the engine's process, which gives its tensors to `Engine`."""
 
     def __init__(self, shapes: Shapes, device: str) -> None:
         self._tensors = random_tensors(shapes, device)
         self.num_bytes = sum(tensor.nbytes for _, tensor in self._tensors)
 
     async def payloads(self, *, kept: bool = False) -> tuple[list[Any], float]:
-        """The tensors; what encodes them is the engine's."""
+        """The tensors; the engine encodes them."""
         return self._tensors, 0.0
 
     async def answered(self) -> None:
-        """They are this process's."""
+        """Does nothing: the tensors are this process's own."""
 
     async def reserved_bytes(self) -> int | None:
-        """They take what they take."""
+        """Bytes of the tensors."""
         return self.num_bytes
 
     def close(self) -> None:
@@ -348,7 +357,7 @@ class _Worker:
         if backend == "raw_nccl":
             self._group = self._joined_raw(port, world_size)
             return
-        # As frameworks do it: a group by name, beside a default one or without, by torch's private helper.
+        # As frameworks do: a named group, with or without a default group, by torch's private helper.
         timeout = timedelta(seconds=START_TIMEOUT_S)
         store, rank, size = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, world_size, timeout=timeout))
         group, _ = distributed_c10d._new_process_group_helper(

@@ -1,35 +1,36 @@
-"""Updates, releases and resumes at default flags, with the trainer's copy of the weights on the same card.
+"""Measures updates, releases and resumes with default flags, with the trainer's weights on the same card.
 
-Nothing is set but the model and the length of a stream's increments, so that the KV pool takes what it
-takes by default, and there is no spare room for a second copy of the weights. The trainer is a process of its
-own, whose tensors are allocated once the engine has started (`--trainer first`: before). It lends them by
-CUDA IPC, and encodes what is sent; this process passes that to `Engine`. `--trainer own`: the tensors are
-this process's, and were there before the engine; rows `own_*`. `--tp 2` divides the model among two GPUs,
-each of which has a rank of the trainer with all weights; `--one-gpu`: all of them lie on the first GPU, rows
-`one_gpu_*`; `--model` takes another model.
+Only the model and the interval of streams' chunks are set, so that the KV pool has its default size, and
+there is no free memory for a second copy of the weights. The trainer is another process, which allocates its
+tensors after the engine has started (`--trainer first`: before). It shares them by CUDA IPC and makes the
+payloads; this process passes them to `Engine`. `--trainer own`: the tensors are this process's, from before
+the engine's start; rows `own_*`. `--tp 2` splits the model over two GPUs, each with a rank of the trainer
+with all weights; `--one-gpu`: one rank of the trainer on the first GPU, rows `one_gpu_*`; `--model` selects
+another model.
 
-- `first_reply`: the first update after a start, nothing running; `later_reply`: the median of the three after
-  it. An engine is started for each. The trainer is there before it.
+- `first_reply`: the first update after a start, without requests; `later_reply`: the median of the next
+  three. An engine is started for each run. The trainer is there before it.
 
-- `stall_*`, `reply_*`: streams of 128 random tokens in, greedy, all of which decode: that of their start is
-  over. One call brings all tensors. Per stream the longest gap between two chunks from a little before the
-  call to 0.3 s after it was answered; the figure is the median over the streams. The reply is timed
-  from the moment at which the trainer is told to send; `encode_ms` of that is the trainer's. `normal_*` is
-  the same for the 0.3 s in between, without an update.
-- `stall_retract_*`: streams of 320 tokens out. The call comes 1.5 s after they were sent, and the longest gap
-  is that of a stream's whole life. `start_256` is the same without an update: the prefill of all of them.
-- `reply_idle`: the same call with nothing running, as soon as the one before is answered, and what is done
-  behind that answer with it; `reply_idle_apart`: 0.3 s after it, when processors and device have gone idle.
-- `kept_*`: the same with `keep_mapped`: the trainer's tensors stay where they are, and mapped.
-- `buckets_*`: a session of flattened buckets of 512 MB; the reply is that of the whole session.
-- `release_kv`, `resume_kv_*`: all of the pool, just freed; `resume_kv_first_token` counts from the call to
-  the first token of a request that waited for it. `driver_*`: the driver's own calls for the same bytes, with
-  as much memory left beside them.
-- `resize_30gb_down`, `resize_30gb_up`: the cache gives 30 GB to the driver, or takes them again, under 64
+- `stall_*`, `reply_*`: greedy streams with 128 random prompt tokens, all past their start phase. One call
+  brings all tensors. The stall is the longest gap between two chunks of a stream from a little before the
+  call to 0.3 s after its reply, median of the streams. The reply time begins when the trainer is told to
+  send; `encode_ms` is the trainer's part. `normal_*` is the same in the 0.3 s between updates, without one.
+- `stall_retract_*`: streams with 320 output tokens. The call comes 1.5 s after they were sent, and the
+  longest gap is that of a stream's whole life. `start_256` is the same without an update: the prefill of all
   streams.
-- `park_64x2k`: 64 streams of 2,048 tokens in; the KV is released with `preserve=live`, and resumed at once.
-  From the resume to the next chunk, median over the streams; `park_64x2k_re_prefill` is the same with
-  `preserve=none`. The host memory for it is taken at the start (`kv_park_bytes`).
+- `reply_idle`: the same call without requests, immediately after the reply before, so it includes the work
+  that follows that reply; `reply_idle_apart`: 0.3 s after it, when CPU and GPU are idle.
+- `kept_*`: the same with `keep_mapped`: the trainer's tensors keep their addresses, and stay mapped.
+- `buckets_*`: a session of flattened buckets of 512 MB; the reply time is that of the whole session.
+- `release_kv`, `resume_kv_*`: the whole KV pool, just freed; `resume_kv_first_token` is the time from the
+  call to the first token of a request that waited for it. `driver_*`: the driver's own calls for the same
+  bytes, with as much free memory.
+- `resize_30gb_down`, `resize_30gb_up`: the cache gives 30 GB to the driver, or takes them again, while 64
+  streams run.
+- `park_64x2k`: 64 streams with 2,048 prompt tokens; the KV is released with `preserve=live`, and resumed at
+  once. The figure is the time from the resume to the next chunk, median of the streams;
+  `park_64x2k_re_prefill` is the same with `preserve=none`. The host memory is allocated at the start
+  (`kv_park_bytes`).
 """
 
 # mypy: disable-error-code="union-attr"
@@ -70,7 +71,7 @@ from watched_streams import LOOK_S, PROMPT_LEN, Streams, repeated, timed
 from ebbtide import Engine
 
 BUCKET_BYTES, BUCKETS_AT_ONCE = 512 << 20, 3
-# What an update's stall may be beyond a pass and a copy, where no other goal is set.
+# Goal of an update's stall beyond a pass and a copy, if there is no other goal.
 BEYOND_COPY_MS = 3.0
 PARTS = {
     "first": "first_reply",
@@ -83,10 +84,10 @@ PARTS = {
     "park": "park_64x2k",
     "kv": "release_kv",
 }
-"""What is measured, and the row that says so where it fails."""
+"""The parts, and the row that gets the error if a part fails."""
 PARK_STREAMS, PARK_PROMPT_LEN = 64, 2048
 RESIZE_BYTES = 30 * 10**9
-# What the KV of parked streams takes, and room for what they generate.
+# Room for the KV of parked streams, including their output.
 PARK_BYTES = 24 * GIB
 
 
@@ -94,7 +95,7 @@ class Bench:
     """The engine under test, and the trainer.
 
     Attributes:
-        ranks: of the trainer; as many as the engine has.
+        ranks: the trainer's ranks.
     """
 
     ranks: TrainerRanks | OwnTensors
@@ -113,12 +114,12 @@ class Bench:
         return reply | {"encode_ms": encode_ms}
 
     async def first_updates(self) -> list[dict[str, Any]]:
-        """The first updates of an engine that has served one request."""
+        """Time the first four updates of an engine that has served one request."""
         await self.streams.read([1], asyncio.Event(), num_tokens=2)
         return [await timed(lambda: self.update(None, flush=True)) for _ in range(4)]
 
     async def session(self, pause_mode: str | None) -> dict[str, Any]:
-        """All weights in buckets, committed at once; so many are on their way, and the next is packed."""
+        """Update all weights by a session of buckets, while the next one is packed."""
         await self._engine.async_begin_weight_update()
         await self.ranks.start_buckets(BUCKET_BYTES)
         stages_ms: Counter[str] = Counter()
@@ -143,7 +144,7 @@ class Bench:
         return reply | {"stages_ms": dict(stages_ms)}
 
     async def left(self) -> dict[str, int | None]:
-        """Bytes that are free, that the engine has beside its arenas, and that torch has in the trainer."""
+        """Bytes that are free, that the engine has outside its arenas, and that torch has in the trainer."""
         device = (await self._engine.async_memory_occupation())["device"]
         trainer = await self.ranks.reserved_bytes()
         left = {"free": device["free_bytes"], "engine": device["unmanaged_bytes"], "trainer": trainer}
@@ -151,7 +152,7 @@ class Bench:
         return left
 
     async def park(self, preserve: str) -> dict[str, Any]:
-        """Release the KV under streams of long prompts, and resume it."""
+        """Release the KV while streams with long prompts run, and resume it."""
         count, length = (4, 64) if self._args.tiny else (PARK_STREAMS, PARK_PROMPT_LEN)
         prompts = self.streams.prompts(count, length)
         begun = [asyncio.Event() for _ in prompts]
@@ -181,7 +182,7 @@ class Bench:
         return await self._engine.async_resize_memory_occupation(num_bytes=num_bytes)
 
     async def kv_cycle(self) -> dict[str, Any]:
-        """Release all of the KV, resume it at once; a request waits for it."""
+        """Release all KV and resume it at once, while a request waits for it."""
         sent = time.perf_counter()
         freed = (await self._engine.async_release_memory_occupation(["kv_cache"]))["freed_bytes"]["kv_cache"]
         released = time.perf_counter()
@@ -205,7 +206,7 @@ class Bench:
 
 
 def descriptors() -> dict[int, int]:
-    """Open files by process: this one and its children."""
+    """Number of open files of this process and its children, by pid."""
     me = psutil.Process()
     return {process.pid: process.num_fds() for process in (me, *me.children(recursive=True))}
 
@@ -224,9 +225,9 @@ class Measuring:
 
     async def run(self) -> None:
         for part in self._args.parts:
-            if part == "first":  # It takes engines of its own.
+            if part == "first":  # It needs engines of its own.
                 continue
-            # A part that fails leaves the others their turn.
+            # If a part fails, the others still run.
             with self._report.attempt(self._prefix + PARTS[part]):
                 await getattr(self, part)()
             self._report.facts.setdefault("left", {})[part] = await self._bench.left()
@@ -237,7 +238,7 @@ class Measuring:
     def _note_steady(
         self, rows: dict[str, tuple[str, str]], runs: dict[str, list[dict[str, Any]]], **limit: Any
     ) -> None:
-        """`rows`: by the name of an update, what the rows of its reply and its stall are called."""
+        """Add rows. `rows`: by the update's name, the names of the rows of its reply and its stall."""
         normal: dict[str, Any] = {
             "limit": statistics.median(run["stall_ms"] for run in runs["normal"]),
             "limit_basis": "the longest gap of the same streams in 0.3 s without an update",
@@ -340,7 +341,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tp", type=int, choices=(1, 2, 4), default=1, help="ranks: rows tp2_*, tp4_*")
     parser.add_argument("--one-gpu", action="store_true", help="one rank of the trainer, whatever --tp says")
     args = parse(parser, argv)
-    # As where a trainer shares its GPU, the process that has the engine has no memory there.
+    # In another process, so that this one, which has the engine, takes no memory on the GPU.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         machine = pool.submit(partial(Machine.measure, tiny=args.tiny), args.device).result()
     report = Report("gpu_update_default", args)

@@ -1,4 +1,4 @@
-"""Many requests to `POST /generate` at once, from several processes: the clients are not the limit."""
+"""Sends many concurrent requests to `POST /generate`, from several processes so that clients are no limit."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from urllib.parse import urlsplit
 import numpy as np
 
 NUM_PROCESSES = 4
-# Until every process has its prompts.
+# Time for all processes to make their prompts.
 LEAD_S = 1.0
 TIMEOUT_S = 300.0
-# Beyond a chunk with the logprobs of many tokens.
+# Larger than any chunk with logprobs of many tokens.
 BUFFER_BYTES = 1 << 22
 TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
 
 
 @dataclass(frozen=True)
 class Load:
-    """What came of one load.
+    """Measurements of a load.
 
     Attributes:
         seconds: from the first request to the end of the last answer.
-        num_tokens: of all outputs.
-        gaps_ms: between two arrivals of one stream, all streams together; empty without streaming.
-        firsts_ms: until the first arrival of each stream; empty without streaming.
+        num_tokens: output tokens of all requests.
+        gaps_ms: times between consecutive chunks of a stream, of all streams; empty without streaming.
+        firsts_ms: time to the first chunk of each stream; empty without streaming.
     """
 
     seconds: float
@@ -46,7 +46,7 @@ class Load:
 
 @contextmanager
 def clients() -> Iterator[Pool]:
-    """The processes. A first small load waits until they have imported what they need."""
+    """Start the client processes. A first small load waits until their imports are done."""
     with multiprocessing.get_context("spawn").Pool(NUM_PROCESSES) as pool:
         yield pool
 
@@ -54,7 +54,7 @@ def clients() -> Iterator[Pool]:
 def run_load(
     pool: Pool, url: str, num_requests: int, vocab_size: int, lens: tuple[int, int], *, stream: bool
 ) -> Load:
-    """So many requests of temperature 1 with logprobs at once, each of a prompt of its own."""
+    """Send concurrent requests at temperature 1 with logprobs, each with its own prompt."""
     counts = [len(part) for part in np.array_split(np.arange(num_requests), NUM_PROCESSES)]
     begin_s = time.time() + LEAD_S
     parts = pool.starmap(
@@ -82,7 +82,7 @@ def _run_part(
         for prompt in prompts
     ]
 
-    # A full collection here would be a gap of all of its streams.
+    # A full garbage collection here would cause gaps in all streams of this process.
     gc.collect()
     gc.disable()
 
@@ -94,7 +94,7 @@ def _run_part(
 
 
 async def _ask(url: str, body: dict[str, Any]) -> tuple[int, list[float]]:
-    """Tokens of the answer, and when its parts came."""
+    """Send a request; returns the number of output tokens, and the times at which chunks came."""
     where = urlsplit(url)
     data = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection(where.hostname, where.port, limit=BUFFER_BYTES)
@@ -110,5 +110,5 @@ async def _ask(url: str, body: dict[str, Any]) -> tuple[int, list[float]]:
     found = TOKENS.findall(last)
     if not found:
         raise RuntimeError(f"no answer: {last[:500]!r}")
-    # The head of the answer is no part of a stream.
+    # Without the time of the response's head.
     return int(found[-1]), times[1:] if body["stream"] and len(times) > 1 else times

@@ -2,9 +2,9 @@
 
 `--check` only says if they differ.
 
-A table stands between `<!-- table NAME -->` and `<!-- end -->`; nothing else of the page is touched. Of two
-files of one kind of GPU with a row of the same key the later one counts. Another GPU than the usual one is
-named in the row. A row that no file has is "not measured".
+A table is between `<!-- table NAME -->` and `<!-- end -->`; the rest of the page is not changed. If two files
+of the same kind of GPU have a row with the same key, the later one counts. Rows of a GPU other than the usual
+one have its name. Rows that no file has are "not measured".
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ HEADLINE = {
     "resume.kv_cache": "resume 64 GiB of KV cache, on clean pages",
 }
 
-# What most rows are measured on, and the figures of other engines.
+# The GPU of most rows, and of other engines' figures.
 USUAL_CARD = "H200"
 
 Row = dict[str, Any]
 
 
 def load(folder: Path) -> tuple[dict[str, Row], list[dict[str, Any]]]:
-    """Rows by key, with "@CARD" behind it where that is not the usual one; their files, oldest first."""
+    """Load the rows by key, with "@CARD" appended for another GPU than the usual; and files, oldest first."""
     files = [json.loads(path.read_text()) for path in folder.glob("gpu_*.json")]
     # Some benchmarks have tables of their own.
     files = [file for file in files if isinstance(file["results"].get("rows"), dict)]
@@ -54,20 +54,20 @@ def load(folder: Path) -> tuple[dict[str, Row], list[dict[str, Any]]]:
         card = _card(file)
         for name, row in file["results"]["rows"].items():
             key = name if card == USUAL_CARD else f"{name}@{card}"
-            # A later attempt that failed does not hide what was measured.
+            # A later run that failed does not replace an earlier measurement.
             if key not in rows or "value" in row:
                 rows[key] = row
     return rows, files
 
 
 def _card(file: dict[str, Any]) -> str:
-    """ "H100" of "NVIDIA H100 80GB HBM3"; without GPUs the usual one."""
+    """The GPU's short name, such as "H100" for "NVIDIA H100 80GB HBM3"; without GPUs the usual one."""
     gpus = file["hardware"].get("gpus")
     return gpus[0]["name"].removeprefix("NVIDIA ").partition(" ")[0] if gpus else USUAL_CARD
 
 
 def filled(page: str, folder: Path) -> str:
-    """The page with its tables as the results in this folder have them."""
+    """The page, with its tables filled from the results in a folder."""
     rows, files = load(folder)
 
     def block(match: re.Match[str]) -> str:
@@ -93,7 +93,7 @@ def table(name: str, rows: dict[str, Row]) -> list[str]:
     for key, goal in GOALS.items():
         if goal.table != name:
             continue
-        # What was never tried and has no goal is no row.
+        # Rows that were never measured are listed only if they have a goal.
         for card in sorted(cards.get(key, [""] if goal.goal is not None else [])):
             cells = _cells(goal, rows.get(f"{key}@{card}" if card else key, {}), bases)
             if card:
@@ -104,7 +104,7 @@ def table(name: str, rows: dict[str, Row]) -> list[str]:
 
 
 def headline(rows: dict[str, Row]) -> list[str]:
-    """The few rows that the README shows."""
+    """The table of the few rows that the README shows."""
     lines = [_line(HEADLINE_HEAD), _line(["---"] * len(HEADLINE_HEAD))]
     for key, title in HEADLINE.items():
         goal, row = GOALS[key], rows.get(key, {})
@@ -115,7 +115,7 @@ def headline(rows: dict[str, Row]) -> list[str]:
 
 
 def _is_behind(goal: Goal, value: float) -> bool:
-    """Whether another engine does better, at the better end of its runs."""
+    """Whether the best figure of another engine is better."""
     texts = [text.split("(")[0].replace(",", "") for text in (goal.sglang, goal.vllm)]
     others = [float(found) for text in texts for found in re.findall(r"[\d.]+", text)]
     return any(other > value if goal.at_least else other < value for other in others)
@@ -137,7 +137,7 @@ def _cells(goal: Goal, row: Row, bases: list[str]) -> list[str]:
     if row["fraction_of_limit"] is not None:
         fraction = f"{row['fraction_of_limit']:.0%}"
     value = f"{number(row['value'])} {goal.unit}"
-    # Bold where a goal is reached, and only there.
+    # Bold: the goal is reached.
     value = f"**{value}**" if row["reached"] else value
     if "runs" in row:
         value += f" ({_runs(row['runs'])})"
@@ -145,14 +145,14 @@ def _cells(goal: Goal, row: Row, bases: list[str]) -> list[str]:
 
 
 def _runs(runs: Sequence[float]) -> str:
-    """From the least to the most, and how many there are."""
+    """Minimum, maximum and number of the runs."""
     if len(runs) == 1:
         return "1 run"
     return f"{number(min(runs))}\N{EN DASH}{number(max(runs))}, {len(runs)} runs"
 
 
 def sources(files: Iterable[dict[str, Any]]) -> list[str]:
-    """On what each file was measured."""
+    """A table of the hardware and versions of each file."""
     head = ("file", "date", "commit", "GPU", "driver, CUDA", "versions")
     lines = [_line(head), _line(["---"] * len(head))]
     for file in files:
@@ -173,7 +173,7 @@ def sources(files: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def number(value: float) -> str:
-    """Three digits that count, or all before the point."""
+    """A number with three significant digits, or with all digits before the decimal point."""
     size = abs(value)
     if size >= 100 or value == int(value):
         return f"{value:,.0f}"

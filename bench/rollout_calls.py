@@ -1,4 +1,4 @@
-"""Calls of an engine as reinforcement learning makes them, with prompts that were not seen before."""
+"""Calls of an engine as in reinforcement learning, with new random prompts in each call."""
 
 # mypy: disable-error-code="no-any-return"
 
@@ -24,13 +24,13 @@ RL: dict[str, Any] = {"temperature": 1.0}
 
 
 def output_lens(count: int) -> NDArray[np.int64]:
-    """Tokens of so many outputs: log-normal, the same for every run."""
+    """Lengths of outputs in tokens: log-normal, the same in every run."""
     drawn = np.random.default_rng(1).lognormal(np.log(MEDIAN_LEN), SIGMA, count)
     return np.clip(drawn, 1, MAX_LEN).astype(np.int64)
 
 
 class Rollouts:
-    """Calls of one engine, with prompts that were not seen before."""
+    """Calls of an engine, with new random prompts."""
 
     def __init__(self, engine: Engine, shape: Shape) -> None:
         self._engine = engine
@@ -44,7 +44,7 @@ class Rollouts:
     def call(
         self, prompts: list[list[int]], lens: Sequence[int], params: dict[str, Any], **fields: Any
     ) -> float:
-        """Seconds of a whole call."""
+        """Make a call; returns its seconds."""
         return asyncio.run(self.call_async(prompts, lens, params, **fields))
 
     async def call_async(
@@ -65,7 +65,7 @@ class Rollouts:
         return [prompt for prompt in self.prompts(NUM_PROMPTS, prompt_len) for _ in range(num_samples)]
 
     def grpo(self, prompt_len: int, lens: NDArray[np.int64]) -> float:
-        """Tokens per second."""
+        """Output tokens per second of groups of samples."""
         seconds = self.call(self.group_prompts(prompt_len, lens), lens.tolist(), RL, return_logprob=True)
         return float(lens.sum() / seconds)
 
@@ -76,7 +76,7 @@ class Rollouts:
         weights: list[tuple[str, torch.Tensor]],
         after_s: float,
     ) -> tuple[float, dict[str, Any]]:
-        """Tokens per second with an update in the middle, and the reply to that."""
+        """Output tokens per second with an update in the middle, and the update's reply."""
 
         async def update() -> dict[str, Any]:
             await asyncio.sleep(after_s)
@@ -94,16 +94,16 @@ class Rollouts:
         return float(lens.sum() / seconds), reply
 
     def batch(self, size: int, lens: tuple[int, int], params: dict[str, Any], **fields: Any) -> float:
-        """Tokens per second."""
+        """Output tokens per second of a batch."""
         return size * lens[1] / self.call(self.prompts(size, lens[0]), [lens[1]] * size, params, **fields)
 
     def prefill(self, size: int, length: int, **fields: Any) -> float:
-        """Prompt tokens per second."""
+        """Prompt tokens per second of a batch with one output token each."""
         seconds = self.call(self.prompts(size, length), [1] * size, {"temperature": 0.0}, **fields)
         return size * length / seconds
 
     def decode(self, context_lens: Sequence[int], output_len: int) -> float:
-        """Tokens per second behind the prefill, whose prompts are cached then."""
+        """Output tokens per second after the prefill. The prompts are cached before."""
         size = len(context_lens)
         prompts = [prompt for length in context_lens for prompt in self.prompts(1, length)]
         greedy = {"temperature": 0.0}
@@ -112,7 +112,7 @@ class Rollouts:
         return size * (output_len - 1) / (self.call(prompts, [output_len] * size, greedy) - first)
 
     async def stream(self, prompt: list[int], output_len: int) -> list[float]:
-        """When the request was made, and when its chunks came."""
+        """Read a stream; returns the time of the request, and then those of its chunks."""
         params = RL | {"max_new_tokens": output_len, "ignore_eos": True}
         times = [time.perf_counter()]
         async for _ in await self._engine.async_generate(
@@ -122,9 +122,9 @@ class Rollouts:
         return times
 
     async def gaps(self, size: int, lens: tuple[int, int]) -> dict[str, float]:
-        """Milliseconds between chunks and until the first one, and this process's CPU time for a token.
+        """Milliseconds between chunks and to the first one, and this process's CPU time per token.
 
-        "decoding_..." are of the gaps that begin once all streams have begun.
+        "decoding_..." is about gaps that begin after all streams have begun.
         """
         prompts = self.prompts(size, lens[0])
         cpu_s = time.process_time()
@@ -144,10 +144,10 @@ class Rollouts:
         }
 
     async def first_tokens(self, size: int, lens: tuple[int, int], count: int) -> list[float]:
-        """Milliseconds to the first token of single requests, one after the other, while a batch decodes."""
+        """Milliseconds to the first token of consecutive single requests, while a batch decodes."""
         prompts = self.prompts(size, lens[0])
         batch = [asyncio.ensure_future(self.stream(prompt, lens[1])) for prompt in prompts]
-        # When this one comes back, all of the batch have been admitted.
+        # When this request is done, the whole batch has been admitted.
         await self.stream(prompts[0], 1)
         times = []
         for prompt in self.prompts(count, lens[0]):

@@ -1,10 +1,9 @@
-"""Time per decode step of everything but the model: messages, scheduling, batch building, output processing.
+"""Measures the time per decode step without the model: messages, scheduling, batches, output processing.
 
-A runner without a model stands in for it. What leaves the scheduler is encoded as for the sockets. Requests
-ask for no logprobs, or for those of their tokens and of so many of the most likely ones (`num_top`).
-`--runs` repetitions of `--steps` steps each, on one core. The goals: 0.5 ms per step at 256 running requests;
-1.5 ms at 2,048, streams 3 ms.
-Beside the wall time stands the time that the thread itself ran: the rest is the load of the machine.
+The runner has no model. Outgoing messages are encoded as for the sockets. Requests return no logprobs, or
+those of their tokens and of the `num_top` most likely ones. There are `--runs` repetitions of `--steps` steps
+each, on one core. The goals are 0.5 ms per step with 256 running requests, and with 2,048 1.5 ms, or 3 ms if
+they stream. The thread's CPU time is beside the wall time: the difference is due to the machine's other load.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ PROMPT_LEN, PAGE_SIZE = 64, 16
 
 
 class BenchHarness(SchedulerHarness):
-    """Encodes what is sent, and keeps it for the replies only."""
+    """A harness that encodes all messages, and keeps only replies."""
 
     encoder = msgspec.msgpack.Encoder()
     num_bytes = 0
@@ -49,7 +48,7 @@ class BenchHarness(SchedulerHarness):
 
 
 class FinishedStep:
-    """A step that has run."""
+    """A step that is done."""
 
     def __init__(self, result: StepResult) -> None:
         self._result = result
@@ -59,10 +58,11 @@ class FinishedStep:
 
 
 class ConstantRunner:
-    """Samples token 7, having built the tensors of the batch as the model runner does if asked to.
+    """A runner that always samples token 7.
 
     Args:
-        num_top: tokens with their logprobs at each position besides the one sampled; None: no logprobs.
+        builds_tensors: whether to build the batch's tensors as the model runner does.
+        num_top: number of most likely tokens with logprobs, besides the sampled one; None: no logprobs.
     """
 
     def __init__(self, harness: SchedulerHarness, *, builds_tensors: bool, num_top: int | None) -> None:
@@ -157,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=400)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    freeze_heap()  # as the scheduler's process does
+    freeze_heap()  # As the scheduler's process does.
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     settings: list[tuple[int, bool, bool, int | None]] = [
         (num_running, stream, builds_tensors, None)

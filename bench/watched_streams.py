@@ -1,6 +1,6 @@
-"""Streams of an engine in this process, and what they saw of what was done in their midst.
+"""Measures gaps in streams of an engine in this process, for example during updates.
 
-The client keeps the time of each chunk, and reads nothing of it.
+The client notes the time of each chunk, and does not read its contents.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from gpu_common import Shape
 from ebbtide import Engine
 
 PROMPT_LEN, OUTPUT_LEN, SEND_AFTER_S = 128, 320, 1.5
-# Streams that are watched as they decode: tokens until their start is over, and how long each look lasts.
+# For streams that decode steadily: tokens of the start phase, which is not measured; seconds of each
+# measurement; and seconds before an update that belong to its measurement.
 STEADY_TOKENS, LOOK_S, LEAD_S = 16, 0.3, 0.02
-# So many tokens they may come to, if the cache has room for them all: who waits for room is not watched.
+# The most tokens of such a stream. It is less if the cache has no room, so that no stream waits for room.
 WATCHED_TOKENS = 3_000
-# What is kept of replies.
+# Fields of replies that are kept.
 TOLD = ("encode_ms", "staged", "stall_ms", "duration_ms", "stages_ms", "num_tensors", "num_bytes", "message")
 
 Update = Callable[[], Awaitable[dict[str, Any]]]
 
 
 class Streams:
-    """Greedy ones, of prompts of random tokens.
+    """Greedy streams with random prompts.
 
     Args:
-        fields: further ones of every request.
+        **fields: further fields of every request.
     """
 
     def __init__(self, args: argparse.Namespace, engine: Engine, shape: Shape, **fields: Any) -> None:
@@ -54,10 +55,11 @@ class Streams:
         times: list[float] | None = None,
         num_tokens: int | None = None,
     ) -> list[float]:
-        """When each chunk of a request came; `times` is extended as they come.
+        """Read a stream; returns the times of its chunks. `times` is extended while they come.
 
         Args:
-            num_tokens: None: the usual, and the stream must come to its end. With a number it may be aborted.
+            num_tokens: length of the output, in which case the stream may be aborted. None: the default
+                length, and the stream must end by itself.
         """
         usual = 40 if self._args.tiny else OUTPUT_LEN
         params = {
@@ -78,7 +80,7 @@ class Streams:
         return times
 
     async def in_flight(self, num_streams: int, update: Update | None) -> dict[str, Any]:
-        """One run of so many streams, and an update in the middle of it, if any."""
+        """Run streams once, with an update in the middle; None: without."""
         prompts = self.prompts(4 if self._args.tiny else num_streams, PROMPT_LEN)
         started = asyncio.Event()
         begun = time.perf_counter()
@@ -101,9 +103,9 @@ class Streams:
     async def steady(
         self, num_streams: int, updates: Mapping[str, Update]
     ) -> dict[str, list[dict[str, Any]]]:
-        """Streams that decode, each of these updates several times in the midst of it, and looks in between.
+        """Measure streams that decode steadily, with each of these updates several times, and without.
 
-        Returns the runs by the update's name, and those without one as "normal".
+        Returns the runs by the update's name; those without an update are "normal".
         """
         num_streams = 4 if self._args.tiny else num_streams
         prompts = self.prompts(num_streams, PROMPT_LEN)
@@ -119,7 +121,7 @@ class Streams:
     async def _watch(
         self, prompts: list[list[int]], num_tokens: int, updates: Mapping[str, Update | None]
     ) -> list[tuple[str, dict[str, Any]]]:
-        """As many looks at streams of so many tokens as they last for, and as are wanted."""
+        """Make as many of these measurements as the streams' length allows; returns their names and runs."""
         look_s = 0.05 if self._args.tiny else LOOK_S
         all_times: list[list[float]] = [[] for _ in prompts]
         ignored = asyncio.Event()
@@ -138,7 +140,7 @@ class Streams:
                 await asyncio.sleep(look_s)
                 looks.append((name, run, begun - LEAD_S, time.perf_counter()))
             num_now = max(len(times) for times in all_times)
-            # The next ones would take as many tokens, or some more.
+            # Stop if the next round, of about as many tokens, might exceed the streams' length.
             if num_now + 1.5 * (num_now - num_before) > num_tokens:
                 break
         await self._engine.async_abort_request(abort_all=True)
@@ -148,7 +150,7 @@ class Streams:
 
 
 async def timed(update: Update) -> dict[str, Any]:
-    """Milliseconds from the call to its reply, and what is kept of that."""
+    """Make an update; returns the milliseconds from call to reply, and the reply's kept fields."""
     sent = time.perf_counter()
     reply = await update()
     return {
@@ -158,7 +160,7 @@ async def timed(update: Update) -> dict[str, Any]:
 
 
 async def repeated(num_runs: int, run: Update, *, apart_s: float = 0.0) -> list[dict[str, Any]]:
-    """After one that does not count, each so long after the one before."""
+    """Repeat a run, after a first one that does not count, with a pause of `apart_s` before each."""
     runs = []
     for _ in range(num_runs + 1):
         await asyncio.sleep(apart_s)
@@ -167,9 +169,10 @@ async def repeated(num_runs: int, run: Update, *, apart_s: float = 0.0) -> list[
 
 
 def gaps_between(all_times: list[list[float]], begun: float, ended: float) -> dict[str, Any]:
-    """What streams saw in between: of the gaps that reach into it, in milliseconds; of one stream, each.
+    """Milliseconds of the streams' gaps that overlap an interval.
 
-    Raises RuntimeError where one of them had ended before.
+    Raises:
+        RuntimeError: a stream has no such gap, since it ended before.
     """
     longest, usual = [], []
     for times in all_times:
