@@ -87,8 +87,8 @@ class ServerArgs(SglangArguments):
     json_model_override_args: str = arg("{}", "JSON object merged into the model's config.")
     served_model_name: str | None = arg(
         None,
-        "Model name shown to clients (default: the model path). Several, divided by commas, are all "
-        "answered to; with * among them, any name is.",
+        "Model name shown to clients (default: the model path). Requests may use any of several "
+        "names, separated by commas; with * among them, any name.",
     )
     chat_template: str | None = arg(
         None, "Chat template: a file, or the Jinja text itself (default: the tokenizer's)."
@@ -116,8 +116,8 @@ class ServerArgs(SglangArguments):
     )
     root_path: str = arg(
         "",
-        "Path of a proxy below which this server is, such as /engines/a, whether or not the proxy "
-        "cuts it off.",
+        "Path below which a proxy serves this server, such as /engines/a, whether or not the proxy "
+        "removes it.",
     )
     enable_request_id_headers: bool = arg(
         False, "Answer with the X-Request-Id of the request, or a new one where it has none."
@@ -190,7 +190,7 @@ class ServerArgs(SglangArguments):
     )
     max_queued_requests: int | None = arg(
         None,
-        "Requests that may wait for the model, and for each adapter; others get 503 (default: no limit).",
+        "Most requests that wait for the model, and for each adapter; others get 503 (default: no limit).",
         minimum=0,
     )
     chunked_prefill_size: int | None = arg(
@@ -204,8 +204,8 @@ class ServerArgs(SglangArguments):
     prefill_share: float | None = arg(
         None,
         "Largest share of a forward pass's prompt tokens for a single prompt, so that short "
-        "prompts do not wait for long ones, and a third of what all prompts get of a pass that "
-        "streams wait for; 1: one prompt after the other (default: 1/16, but at least 512 "
+        "prompts do not wait for long ones; in a pass that also decodes streams, all prompts get "
+        "three times this share; 1: one prompt after the other (default: 1/16, but at least 512 "
         "tokens, 1024 for models with experts).",
     )
     schedule_policy: str = arg(
@@ -219,9 +219,7 @@ class ServerArgs(SglangArguments):
         "Take waiting requests by their field priority, equal ones in the order of --schedule-policy "
         "(fcfs or lof); requests that run are not interrupted.",
     )
-    schedule_low_priority_values_first: bool = arg(
-        False, "Take requests of low priority values first, where priorities count."
-    )
+    schedule_low_priority_values_first: bool = arg(False, "Lower priority values are more urgent.")
     default_priority_value: int | None = arg(None, "Priority of requests that bring none (default: 0).")
     disable_radix_cache: bool = arg(False, "Turn the prefix cache off.")
     prefix_cache_scope: str = arg(
@@ -253,14 +251,14 @@ class ServerArgs(SglangArguments):
         "model.layers.0.* (never quantized: lm_head, embeddings, routers, norms).",
     )
     enable_lora: bool = arg(
-        False, "Serve LoRA adapters beside the model: memory is taken for max-loras-per-batch of them."
+        False, "Serve LoRA adapters beside the model; reserves memory for max-loras-per-batch of them."
     )
     max_lora_rank: int | None = arg(
-        None, "Highest rank of an adapter, at most 256; memory is taken for it (default: 64).", minimum=8
+        None, "Highest rank of an adapter, at most 256; memory is reserved for it (default: 64).", minimum=8
     )
     max_loras_per_batch: int = arg(
         8,
-        "Adapters that a batch may have. There is memory for one more, so that one loads beside them.",
+        "Most adapters in a batch. There is memory for one more, to load it meanwhile.",
         aliases=("--max-loras",),
         minimum=1,
     )
@@ -272,7 +270,7 @@ class ServerArgs(SglangArguments):
     )
     lora_folder: str | None = arg(
         None,
-        "A folder of adapters: one that a request names as its model is loaded from there (default: none).",
+        "Folder of adapters; one is loaded when a request first names it as its model (default: none).",
     )
     max_loaded_loras: int | None = arg(
         None, "Adapters that may be loaded, in device and host memory (default: no limit).", minimum=1
@@ -338,10 +336,10 @@ class ServerArgs(SglangArguments):
         choices=REASONING_PARSERS,
     )
     constrained_json_disable_any_whitespace: bool = arg(
-        False, "JSON that a schema makes has one space behind each comma and colon, and no other."
+        False, "In JSON by a schema, write one space after each comma and colon, and no other whitespace."
     )
     constrained_json_max_whitespace_cnt: int | None = arg(
-        None, "Most characters of whitespace in a row in JSON that a schema makes (default: any).", minimum=1
+        None, "Most characters of whitespace in a row in JSON by a schema (default: any).", minimum=1
     )
     stream_interval: int = arg(1, "Tokens per chunk of a stream.", minimum=1)
     incremental_streaming_output: bool = arg(
@@ -388,8 +386,8 @@ class ServerArgs(SglangArguments):
     watchdog_timeout: float = arg(
         300.0,
         "Seconds that a forward pass, or one turn of a control request, may take; after that "
-        "the engine ends and logs the stacks of all threads. So it does when a process has been stopped "
-        "for four fifths of it.",
+        "the engine ends and logs the stacks of all threads. The same happens if a process is "
+        "stopped for four fifths of that time.",
     )
     soft_watchdog_timeout: float | None = arg(
         None, "Seconds after which those stacks are only logged (default: never)."

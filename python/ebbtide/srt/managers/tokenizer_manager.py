@@ -1,4 +1,4 @@
-"""A request in the API process: checked, tokenized, sent, answered, and aborted if nobody waits for it."""
+"""Requests in the API process: checks, tokenizes, sends and answers them; aborts those that are abandoned."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ ChooseReplicas: TypeAlias = Callable[[Sequence[TokenizedGenerateReqInput]], list
 
 @dataclass(eq=False)
 class TokenizerManager:
-    """What HTTP and `Engine` share. It lives in one event loop: build, `start` and `close` it there.
+    """Runs the requests of HTTP and `Engine`. Build, `start` and `close` it in one event loop.
 
     Args:
         scheduler, received: the ends of the channels to and from the engine; `close` closes them.

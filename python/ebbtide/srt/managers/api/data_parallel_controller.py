@@ -216,7 +216,7 @@ class OrderedInbox:
         return given
 
     def close(self) -> None:
-        """Close the inbox behind it. Idempotent."""
+        """Close the wrapped inbox. Idempotent."""
         self._inbox.close()
 
     def _is_early(self, reply: ControlReply) -> bool:

@@ -1,4 +1,4 @@
-"""What the API process logs: requests, and pauses that last long."""
+"""Logs of the API process: requests, and long pauses."""
 
 from __future__ import annotations
 

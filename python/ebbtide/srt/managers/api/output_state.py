@@ -1,4 +1,4 @@
-"""What has arrived of one output, and the answer that is made of it."""
+"""The state of one output as its tokens arrive, and the answers that are made from it."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class LogprobTable:
 
 
 class OutputState:
-    """What has arrived of one output, and the answer made of it. Source: wire_api section 2.3."""
+    """The state of one output, which makes its answers. Source: wire_api section 2.3."""
 
     def __init__(self, request: TokenizedGenerateReqInput, style: ResponseStyle) -> None:
         self.request = request

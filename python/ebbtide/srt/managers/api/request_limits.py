@@ -1,4 +1,4 @@
-"""What one request may hold."""
+"""Limits of one request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_OUTPUTS = 1 << 16
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What one request may hold.
+    """Limits of one request.
 
     Attributes:
         context_len: the most tokens of a prompt and its output together.
