@@ -1,4 +1,4 @@
-"""The import paths of SGLang that RL frameworks use, with Ebbtide behind them. Source: wire_api section 8."""
+"""The import paths of SGLang that RL frameworks use, implemented by Ebbtide. Source: wire_api section 8."""
 
 from __future__ import annotations
 

@@ -79,10 +79,12 @@ def decode_positions(codes: Tensor) -> Tensor:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
+    """A view of the elements as integers of the same size."""
     return tensor.view(BITS[tensor.dtype.itemsize])
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of a tensor as a matrix, whose columns are the last dimension."""
     num_columns = shape[-1] if shape else 1
     return torch.Size(shape[:-1]).numel(), num_columns
 

@@ -290,6 +290,7 @@ def checked_layout(where: str, dtype: str, shape: object, stride: object) -> Ten
 
 
 def contiguous_layout(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorLayout:
+    """The layout of a contiguous tensor."""
     *steps, num_elements = itertools.accumulate(reversed(shape), operator.mul, initial=1)
     return TensorLayout(dtype, shape, tuple(reversed(steps)), num_elements)
 
@@ -400,6 +401,7 @@ class TensorTable:
         return made
 
     def ref(self, index: int) -> TensorRef:
+        """Check and make the reference to one tensor. RequestRejected: it does not lie within its storage."""
         layout, storage = self.form.layout(index), self.storages[int(self.storage_T[index])]
         where = self.form.names[index][:200]
         offset = int(self.offset_T[index])
@@ -410,5 +412,6 @@ class TensorTable:
 
     @property
     def used_storages(self) -> list[AnyStorageRef]:
+        """References to the storages that have tensors."""
         listed = (self.storages[number] for number in sorted(set(self.storage_T.tolist())))
         return [storage for storage in listed if storage is not None]

@@ -152,6 +152,7 @@ class FleetController:
         return [one for one in self.replicas if not one.has_died.is_set()]
 
     def bury(self, replica: Replica) -> None:
+        """Leave a dead replica out of the requests under way and of later ones."""
         self._committee.leave(replica.slot)
 
     def admit(self, replica: Replica) -> None:

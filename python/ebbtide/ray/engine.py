@@ -144,7 +144,7 @@ class RayEngine(RemoteMethods):
         self._nodes: list[NodeSeats] = []
         try:
             self._nodes = take_seats(room, num_ranks, nnodes, share, runtime_env, placement_timeout_s)
-            # Who reserves GPUs does not want ranks to fall back to CPUs.
+            # With reserved GPUs, ranks must not fall back to the CPU.
             device = {"device": "cuda"} if share.num_gpus > 0 else {}
             together = {"log_level": "error", **device, **arguments, "tp_size": tp, "dp_size": dp}
             start_engine(self._nodes, together, abandoned or threading.Event())

@@ -64,6 +64,7 @@ class CounterFile:
 
     @property
     def are_zero(self) -> bool:
+        """Whether all readers have given all references back."""
         counts = os.pread(self._descriptor, self._num_readers * COUNTER.size, HEADER_BYTES)
         return not any(counts)
 

@@ -47,6 +47,8 @@ class Terms:
 
 
 class UpdateFailed(Exception):
+    """A step of an update failed at some targets. `what`: the step; `failures`: their errors, by name."""
+
     def __init__(self, what: str, failures: dict[str, EbbtideError]) -> None:
         super().__init__(what)
         self.what = what

@@ -94,7 +94,7 @@ class WeightSender:
     """Sends a trainer's weights to one or several engines. Reusable; one update at a time.
 
     While two buckets are on their way the next one is gathered, so three buckets' worth of tensors exist at
-    once. With "broadcast" one bucket is on its way at a time.
+    once. With "broadcast" only one bucket is on its way.
 
     Args:
         target: an `Engine`; the URL of a server; a list of these, which all get the same update; or None on
