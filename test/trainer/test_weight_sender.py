@@ -222,7 +222,7 @@ def test_what_the_caller_raises_ends_the_update(
     [
         (("model.norm.weight", torch.zeros(64)), "given twice"),
         (("sparse", torch.zeros(3).to_sparse()), "sparse: expected a dense tensor"),
-        (("number", 3), r"pairs \(name, Tensor\)"),
+        (("number", 3), "number: expected a Tensor, got int"),
         ("word", r"pairs \(name, Tensor\)"),
     ],
 )
