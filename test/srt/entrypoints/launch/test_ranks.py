@@ -325,5 +325,5 @@ def test_node_0_says_where_it_cannot_listen(nodes: Callable[..., Nodes]) -> None
 
 def test_requests_come_to_node_0() -> None:
     config = config_of(tp_size=2, nnodes=2, node_rank=1, dist_init_addr="127.0.0.1:5")
-    with pytest.raises(ConfigurationError, match="node_rank=1: requests come to node 0"):
+    with pytest.raises(ConfigurationError, match="node_rank=1: only node 0 takes requests"):
         EngineService(config)
