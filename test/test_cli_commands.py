@@ -3,10 +3,13 @@
 import io
 import json
 import re
+import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fixtures.deadlines import HANG_S, wait_until
@@ -14,7 +17,7 @@ from fixtures.servers import Server, null_server, running_server, url_of
 from safetensors.torch import load_file
 
 from ebbtide import Client, cli
-from ebbtide.cli.server import ColouredAnswer, Picture
+from ebbtide.cli.server import ColouredAnswer, Picture, telling_why_it_waits
 from ebbtide.srt.errors import RequestRejected
 from ebbtide.srt.hf_folder import folder_of
 
@@ -105,6 +108,28 @@ def test_a_picture_has_the_last_operations_and_the_reason_why_requests_wait() ->
     assert "waiting: paused" in shown
     assert "refused: no" in shown
     assert "2: 5" in shown
+
+
+def test_a_command_ends_though_its_server_hangs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ebbtide.cli.server.PATIENCE_S", 0.001)
+    is_asked, answers, came = Event(), Event(), Future[bool]()
+
+    def memory_occupation() -> dict[str, Any]:
+        is_asked.set()
+        came.set_result(answers.wait(HANG_S))
+        tags = {"weights": {"state": "resident", "content": "valid"}, "kv_cache": {"state": "resident"}}
+        return {"can_run": False, "reason": "paused", "tags": tags, "generation": {"state": "paused"}}
+
+    others = set(threading.enumerate())
+    with telling_why_it_waits(Mock(memory_occupation=memory_occupation)):
+        [watcher] = set(threading.enumerate()) - others
+        assert is_asked.wait(HANG_S)
+    answers.set()
+    watcher.join(HANG_S)
+    assert came.result(0)
+    assert capsys.readouterr().err == ""
 
 
 def test_tokens_have_the_colour_of_their_version(capsys: pytest.CaptureFixture[str]) -> None:

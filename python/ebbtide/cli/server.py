@@ -96,17 +96,16 @@ def telling_why_it_waits(client: Client) -> Generator[None, None, None]:
             with suppress(EbbtideError):  # The command itself meets the error too.
                 memory = client.memory_occupation()
                 reason = "" if memory["can_run"] else why_requests_wait(memory)
-                if reason not in ("", said):
+                if reason not in ("", said) and not ended.is_set():
                     print(f"\nwaiting: {reason}", file=sys.stderr, flush=True)
                 said = reason
 
-    watcher = Thread(target=watch, daemon=True)
-    watcher.start()
+    # Not joined: its question to a server that hangs may never be answered.
+    Thread(target=watch, daemon=True).start()
     try:
         yield
     finally:
         ended.set()
-        watcher.join()
 
 
 def size(num_bytes: float) -> str:
